@@ -250,8 +250,8 @@ def load_worker(
 def measure_loads(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Print a table of the ways to load a model's weights, and return its rows."""
     print(
-        "| weights loaded by | beside the model | parameters | peak beyond them "
-        "|\n|---|---|---|---|"
+        "| weights loaded by | beside the model | parameters | peak beyond them |\n"
+        "|---|---|---|---|"
     )
     rows = []
     with tempfile.TemporaryDirectory() as folder:

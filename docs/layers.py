@@ -51,8 +51,8 @@ RAY_LAYERS: list[list[Package]] = [
             "where the workers of a run live: Ray Train, its cluster, preemption "
             "notices",
             "trainer driver_monitor backend driver_channel worker_reports hangs "
-            "failed_starts retry run_lock "
-            "ray_record pickling network connection cluster storing",
+            "failed_starts retry run_lock ray_record pickling network connection "
+            "cluster storing",
         )
     ],
 ]
@@ -123,8 +123,7 @@ TORCH_LAYERS: list[list[Package]] = [
             "optim",
             "how weights move, and at which learning rate",
             "tau_schedule curves schedule scheduler_checks adascale algorithm "
-            "current_step "
-            "guards workers next_state saved_state effective_average "
+            "current_step guards workers next_state saved_state effective_average "
             "rules betas bias_correction deferred wrapper grad_scaler adam_metric "
             "step_sums sampling",
         ),

@@ -35,8 +35,7 @@ ROOT = Path(__file__).parents[1]
 WORKLOAD = "digits.py:workload"
 RUN = (
     f"ray-adascale train {WORKLOAD} --recipe recipe.json --num-workers 2 --name big "
-    "--storage-path runs "
-    "--checkpoint-every 4"
+    "--storage-path runs --checkpoint-every 4"
 )
 
 

@@ -21,7 +21,8 @@ GROUPS = {
     "Settings and commands": "cli config _fields _errors batch recipe",
     "Building a workload or a run": "workload chain data run.assemble run.build "
     "optim.schedule optim.scheduler_checks "
-    "optim.curves optim.rules optim.betas optim.wrapper optim.workers __init__",
+    "optim.curves optim.rules optim.betas "
+    "optim.wrapper optim.workers __init__",
     "In the loop": "run optim gain measure _torch _hooks _warn",
     "Checkpoints and resumes": "checkpoint run.boundary optim.bias_correction _files",
     "A search": "search run.base.base_run run.base.base_noise",

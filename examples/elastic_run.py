@@ -177,8 +177,8 @@ def print_stretches(result: Result) -> None:
         before = steps[-1]
         print(
             f"workers {workers}: S {before['scale']:g}, n {workers * PASSES}, steps "
-            f"{steps[0]['step']} to {before['step']}, "
-            f"mean gain {sum(row['gain'] for row in steps) / len(steps):.2f}, to tau "
+            f"{steps[0]['step']} to {before['step']}, mean gain "
+            f"{sum(row['gain'] for row in steps) / len(steps):.2f}, to tau "
             f"{before['effective_steps']:.1f}"
         )
     assert result.metrics is not None

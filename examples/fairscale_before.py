@@ -75,9 +75,8 @@ def train(rank: int, world_size: int, port: int, epochs: int) -> None:
                 if rank == 0:
                     print(
                         f"epoch {epoch}: {steps} steps for {effective:.2f} effective "
-                        f"ones, gain {optimizer.gain():.4f}, "
-                        f"loss {loss.item():.4f}, next lr "
-                        f"{scheduler.get_last_lr()[0]:g}",
+                        f"ones, gain {optimizer.gain():.4f}, loss {loss.item():.4f}, "
+                        f"next lr {scheduler.get_last_lr()[0]:g}",
                         flush=True,
                     )
                 if epoch == epochs:

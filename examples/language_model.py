@@ -33,9 +33,9 @@ from ray_adascale import AdaScaleConfig, Run, Workload
 
 MODULES = (
     "argparse ast asyncio collections contextlib datetime decimal difflib "
-    "email.message functools inspect io json logging "
-    "pathlib pickle random re shutil socket statistics string subprocess tempfile "
-    "textwrap threading typing unittest zipfile"
+    "email.message functools inspect io json logging pathlib pickle random re shutil "
+    "socket statistics string subprocess tempfile textwrap threading typing unittest "
+    "zipfile"
 )
 LETTERS = "".join(chr(i) for i in range(32, 127)) + "\n"
 LENGTH = 48  # characters in one example

@@ -161,8 +161,8 @@ def main() -> None:
     assert end is not None
     print(
         f"accuracy {end['accuracy']:.3f} after {end['optimizer_steps']} optimizer "
-        f"steps for {end['effective_steps']:.0f} "
-        f"effective ones at scale {end['scale']:g}"
+        f"steps for {end['effective_steps']:.0f} effective ones at scale "
+        f"{end['scale']:g}"
     )
 
 

@@ -144,9 +144,8 @@ def main() -> None:
     assert end is not None
     print(
         f"at batch {BASE_BATCH * end['scale']:g} (S = {end['scale']:g}): accuracy "
-        f"{end['accuracy']:.3f} after "
-        f"{end['optimizer_steps']} optimizer steps for {end['effective_steps']:.0f} "
-        "effective ones"
+        f"{end['accuracy']:.3f} after {end['optimizer_steps']} optimizer steps for "
+        f"{end['effective_steps']:.0f} effective ones"
     )
 
 

@@ -58,7 +58,8 @@ class SettingError(ValueError):
     ) -> None:
         # unpickling calls the class with these two and restores the rest
         super().__init__(text, owner)
-        self._text, self.owner = text, owner
+        self._text = text
+        self.owner = owner
         self.settings = settings
 
     def __str__(self) -> str:

@@ -126,8 +126,8 @@ def json_value(where: str, value: Any) -> Any:
         return [json_value(f"{where}[{i}]", item) for i, item in enumerate(value)]
     raise RecipeError(
         f"Invalid {where}={short(value)}: {type(value).__name__} is no JSON value. "
-        "Search over numbers and "
-        "strings: use a string as its name, and look the object up in the workload."
+        "Search over numbers and strings: use a string as its name, and look the "
+        "object up in the workload."
     )
 
 

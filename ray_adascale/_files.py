@@ -40,7 +40,8 @@ STORE_LIMIT_S = 600.0
 _STORE_PAUSE_S = 30.0
 """Longest time between two such tries."""
 
-_SCRATCH, _SCRATCH_LOCK = "ray_adascale-scratch-", ".lock"
+_SCRATCH = "ray_adascale-scratch-"
+_SCRATCH_LOCK = ".lock"
 
 _PLAIN_IN_URIS = "/=@:+,"
 """Characters of names that need no quotes in the path of a URI, beside letters,
@@ -136,11 +137,10 @@ def absolute(path: str | os.PathLike[str]) -> str:
     if without_credentials(path) != path:
         raise ValueError(
             f"Invalid storage path {without_credentials(path)}: credentials in a URI "
-            "would be stored with the run and printed. "
-            "Leave them out, and set them in the environment of all nodes: "
-            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for S3, "
-            "GOOGLE_APPLICATION_CREDENTIALS for Google Cloud. Replace these, which "
-            "your shell's history has."
+            "would be stored with the run and printed. Leave them out, and set them in "
+            "the environment of all nodes: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY "
+            "for S3, GOOGLE_APPLICATION_CREDENTIALS for Google Cloud. Replace these, "
+            "which your shell's history has."
         )
     return path
 
@@ -326,7 +326,8 @@ def store_patiently(
         OSError: The tries took :data:`STORE_LIMIT_S`, or a permission is missing, which
             time does not mend.
     """
-    pause, waited = 1.0, 0.0
+    pause = 1.0
+    waited = 0.0
     while True:
         try:
             return store()

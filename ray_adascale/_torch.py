@@ -274,7 +274,9 @@ def generators_kept(devices: Iterable[int] = ()) -> Iterator[None]:
     """Restore the global random number generators on exit: Python's, NumPy's, and
     torch's of the CPU and of CUDA devices.
     """
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (users' code draws from the global generator)
+    # users' code draws from the global generators
+    python = random.getstate()
+    numpy = np.random.get_state()  # noqa: NPY002
     with torch.random.fork_rng(devices=list(devices)):
         try:
             yield

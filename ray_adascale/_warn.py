@@ -66,7 +66,8 @@ def warn_at_user(message: str, category: type[Warning] = UserWarning) -> None:
     while frame is not None and frame.f_back is not None:
         if not os.path.abspath(frame.f_code.co_filename).startswith(not_the_users):
             break
-        frame, level = frame.f_back, level + 1
+        frame = frame.f_back
+        level = level + 1
     own = (
         AdaScaleRuntimeWarning
         if issubclass(category, RuntimeWarning)

@@ -198,9 +198,8 @@ def read_schedule(given: Any) -> BatchSchedule:
     def invalid(why: str) -> SettingError:
         return SettingError(
             f"Invalid {{}}: {why} Must be pairs of start and batch, as [(0, 32), (0.2, "
-            "128)] or '0:32,20%:128'. The first start "
-            "is 0. The others ascend, and are all shares of the run (0.2, or '20%') or "
-            "all effective steps (300).",
+            "128)] or '0:32,20%:128'. The first start is 0. The others ascend, and are "
+            "all shares of the run (0.2, or '20%') or all effective steps (300).",
             batch_schedule=given,
         )
 
@@ -264,8 +263,7 @@ def _read_start(start: object) -> float:
 
 _TARGET = within(
     "a number above 0 and at most 1 (0.6: the progress of a step is to be 60 % of the "
-    "progress that its examples make at the "
-    "base batch), or None",
+    "progress that its examples make at the base batch), or None",
     lambda target: 0 < target <= 1,
 )
 
@@ -304,8 +302,8 @@ class BatchSettings:
         if len(decide) > 1:
             raise SettingError(
                 "Invalid {}. Give one of them, not both: each decides the batch of a "
-                "step. max_global_batch_size bounds the "
-                "batch of target_efficiency and of batch_schedule.",
+                "step. max_global_batch_size bounds the batch of target_efficiency and "
+                "of batch_schedule.",
                 **decide,
             )
         if self.max_global_batch_size is not None and not decide.keys() & {
@@ -313,10 +311,9 @@ class BatchSettings:
             "batch_schedule",
         }:
             raise SettingError(
-                "Invalid {}: it bounds the batch that target_efficiency chooses. Give "
-                "target_efficiency as well, or "
-                "batch_schedule, or per_worker_batch_size, accumulation or "
-                "global_batch_size instead.",
+                "Invalid {}: it bounds the batch that target_efficiency chooses. "
+                "Give target_efficiency as well, or batch_schedule, or "
+                "per_worker_batch_size, accumulation or global_batch_size instead.",
                 max_global_batch_size=self.max_global_batch_size,
             )
         object.__setattr__(
@@ -370,8 +367,8 @@ class BatchSettings:
             if min(sizes) < self.base_batch_size:
                 raise SettingError(
                     f"Invalid {{}}: the batch of {min(sizes)} is smaller than "
-                    f"base_batch_size={self.base_batch_size}, so the "
-                    "scale would be below 1.",
+                    f"base_batch_size={self.base_batch_size}, so the scale would be "
+                    "below 1.",
                     batch_schedule=str(self.schedule),
                 )
             fewest = 2 if workers == 1 and max(sizes) > self.base_batch_size else 1
@@ -418,7 +415,9 @@ class BatchSettings:
         )
 
     def _fixed(self, workers: int) -> StepPlan:
-        base, per_pass, passes = self.base_batch_size, self._per_pass, self.accumulation
+        base = self.base_batch_size
+        per_pass = self._per_pass
+        passes = self.accumulation
         if self.global_batch_size is not None:
             if self.global_batch_size < base:
                 raise SettingError(
@@ -433,9 +432,9 @@ class BatchSettings:
         if batch < base:
             raise SettingError(
                 f"Invalid {{}}: the global batch of {batch} = {per_pass} per worker × "
-                f"{workers} workers × {passes} passes is "
-                f"smaller than the base batch of {base}. Raise it, accumulation or "
-                "num_workers, so that the scale is at least 1.",
+                f"{workers} workers × {passes} passes is smaller than the base batch "
+                f"of {base}. Raise it, accumulation or num_workers, so that the scale "
+                "is at least 1.",
                 per_worker_batch_size=per_pass,
             )
         return _with_two_samples(StepPlan(base, batch, workers, passes))
@@ -462,9 +461,8 @@ class BatchSettings:
         if plan.global_batch_size > self._bound:
             raise SettingError(
                 f"Invalid {{}}: it leaves no batch on {workers} workers. Their "
-                f"smallest is {plan.global_batch_size} examples "
-                f"in {plan.passes} passes a worker "
-                f"(base_batch_size={self.base_batch_size}, "
+                f"smallest is {plan.global_batch_size} examples in {plan.passes} "
+                f"passes a worker (base_batch_size={self.base_batch_size}, "
                 f"per_worker_batch_size={self._per_pass}, "
                 f"accumulation={self.accumulation}). Raise the bound to it, or use "
                 "fewer workers or passes.",
@@ -490,13 +488,16 @@ class BatchSettings:
         Each batch is made in as few passes as ``per_worker_batch_size`` allows. The
         sizes of a pass lie on a grid of their own, so that few of them occur.
         """
-        base, size, workers = self.base_batch_size, self._per_pass, smallest.workers
+        base = self.base_batch_size
+        size = self._per_pass
+        workers = smallest.workers
         # no run reaches a millionfold batch
         largest = min(largest, self._bound, base * 1e6)
         sizes = [size]
         while sizes[-1] > 1:
             sizes.append(min(round(size / _RATIO ** len(sizes)), sizes[-1] - 1))
-        plans, passes = [smallest], smallest.passes
+        plans = [smallest]
+        passes = smallest.passes
         while plans[-1].global_batch_size * _NEAR < largest:
             for batch in (each * workers * passes for each in reversed(sizes)):
                 if plans[-1].global_batch_size * _NEAR < batch <= largest:
@@ -566,11 +567,9 @@ class BatchFollower:
             if base_steps_per_epoch is None
             else base_steps_per_epoch * settings.base_batch_size
         )
-        self._settings, self._total_steps, self._interval = (
-            settings,
-            total_steps,
-            _INTERVAL * window,
-        )
+        self._settings = settings
+        self._total_steps = total_steps
+        self._interval = _INTERVAL * window
         self.plans = settings.plans(workers, window=window, largest=largest)
         self.plan = settings.first_of(self.plans)
         self._wanted: float = settings.base_batch_size / (
@@ -632,7 +631,8 @@ class BatchFollower:
         """Return the examples of the next steps at a noise: the present batch,
         unless there is enough reason for another one.
         """
-        batch, target = self.plan.global_batch_size, self._settings.target_efficiency
+        batch = self.plan.global_batch_size
+        target = self._settings.target_efficiency
         if (
             target is None
             or len(self.plans) == 1

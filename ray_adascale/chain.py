@@ -16,11 +16,10 @@ from . import _hooks
 
 SEVERAL_OPTIMIZERS = (
     "There is one gain and one clock, and several optimizers would each advance the "
-    "clock. Make them one: "
-    "ray_adascale.OptimizerChain([Muon(matrices, ...), AdamW(the_rest, ...)]) for "
-    "different classes, or one optimizer with "
-    "several parameter groups. Networks that train in turn, as a GAN's, have a clock "
-    "each: one attach() for each network."
+    "clock. Make them one: ray_adascale.OptimizerChain([Muon(matrices, ...), "
+    "AdamW(the_rest, ...)]) for different classes, or one optimizer with several "
+    "parameter groups. Networks that train in turn, as a GAN's, have a clock each: one "
+    "attach() for each network."
 )
 """What to do with a list of optimizers, as the end of an error message."""
 
@@ -189,8 +188,7 @@ class OptimizerChain(Optimizer):
             )
             raise ValueError(
                 f"Invalid optimizer={number!r} of the parameter group. Must be the "
-                "number of one of the chain's optimizers: "
-                f"{kinds}."
+                f"number of one of the chain's optimizers: {kinds}."
             )
         member = self._optimizers[number]
         member.add_param_group(group)
@@ -331,9 +329,8 @@ class OptimizerChain(Optimizer):
                 if other != n:
                     raise ValueError(
                         f"A parameter of shape {tuple(p.shape)} is in optimizer "
-                        f"{other} ({names[other]}) and in optimizer {n} "
-                        f"({names[n]}) of the chain. Give each parameter to one of "
-                        "them."
+                        f"{other} ({names[other]}) and in optimizer {n} ({names[n]}) "
+                        "of the chain. Give each parameter to one of them."
                     )
 
     def _holder(self, key: Any) -> Optimizer:
@@ -481,6 +478,5 @@ def _check_member(member: Any) -> None:
     if isinstance(member, LBFGS) or needs_closure(type(member)):
         raise ValueError(
             f"{name} can't be part of a chain: it evaluates the model within its step, "
-            "where the other optimizers' parameters "
-            "would change in between."
+            "where the other optimizers' parameters would change in between."
         )

@@ -57,8 +57,7 @@ class EarlyStop:
         if (self.metric is None) != (self.mode is None):
             raise ValueError(
                 f"Invalid EarlyStop(metric={self.metric!r}, mode={self.mode!r}). Give "
-                "both, or neither to use the "
-                "workload's."
+                "both, or neither to use the workload's."
             )
 
     def better(self, value: float, best: float | None) -> bool:
@@ -241,10 +240,9 @@ class AdaScaleConfig:
         self._batch_of(1 if self.base_batch_size is None else self.base_batch_size)
         if self.target_efficiency is not None and not follows_gain(rule):
             raise SettingError(
-                "Invalid {}: the clock of that rule advances by the scale, not by the "
-                "measured gain, so a larger batch would "
-                "only look better. Leave rule out (or use 'adamscale'), or leave "
-                "target_efficiency out.",
+                "Invalid {}: the clock of that rule advances by the scale, not by "
+                "the measured gain, so a larger batch would only look better. Leave "
+                "rule out (or use 'adamscale'), or leave target_efficiency out.",
                 target_efficiency=self.target_efficiency,
                 rule=self.rule,
             )
@@ -284,7 +282,8 @@ class AdaScaleConfig:
         if recipe is None:
             return self
         for name in ("base_batch_size", "total_steps", "scheduler_unit"):
-            mine, theirs = getattr(self, name), getattr(recipe, name)
+            mine = getattr(self, name)
+            theirs = getattr(recipe, name)
             if mine is not None and mine != theirs:
                 raise SettingError(
                     f"Invalid {{}}: the recipe says {theirs!r}. Leave it out.",
@@ -321,9 +320,9 @@ class AdaScaleConfig:
                 continue
             warn_at_user(
                 f"The recipe was found with {name}={theirs!r}, and this is with "
-                f"{name}={mine!r}. To train as the search "
-                f"did: AdaScaleConfig({name}={theirs!r}), or "
-                f"{typed(name, theirs, ' ')} on the command line."
+                f"{name}={mine!r}. To train as the search did: "
+                f"AdaScaleConfig({name}={theirs!r}), or {typed(name, theirs, ' ')} on "
+                "the command line."
             )
 
     def resolve_total_steps(self, base_steps_per_epoch: float | None) -> int:
@@ -343,11 +342,10 @@ class AdaScaleConfig:
         if base_steps_per_epoch is None:
             raise SettingError(
                 "{} needs a dataset of known length, and the length of this one is "
-                "unknown. Give dataset_length, its examples "
-                "in an epoch over all workers (--dataset-length on the command line), "
-                "or total_steps instead. A DataLoader "
-                "on several workers tells it with a DistributedSampler; or give "
-                "loader.dataset in place of the loader.",
+                "unknown. Give dataset_length, its examples in an epoch over all "
+                "workers (--dataset-length on the command line), or total_steps "
+                "instead. A DataLoader on several workers tells it with a "
+                "DistributedSampler; or give loader.dataset in place of the loader.",
                 total_epochs=self.total_epochs,
             )
         from .gain import whole_number  # here, because it loads torch

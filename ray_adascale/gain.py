@@ -96,7 +96,8 @@ def plain_gain(
         return 1.0
     # In this order NaN stays NaN: max() keeps its first argument unless the second is
     # larger.
-    sigma2, mu2 = max(sigma2, variance_floor), max(mu2, 0.0)
+    sigma2 = max(sigma2, variance_floor)
+    mu2 = max(mu2, 0.0)
     denominator = sigma2 / scale + mu2
     r = (sigma2 + mu2) / denominator if denominator else 1.0
     return min(max(r, min(1.0, scale)), max(1.0, scale)) if math.isfinite(r) else 1.0

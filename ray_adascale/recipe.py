@@ -157,7 +157,8 @@ def smoothing_width(tau: Any, total_steps: float) -> Any:
     return np.clip(0.3 * tau, 0.006 * total_steps, 0.05 * total_steps)
 
 
-_MOST, _FEWEST = 110, 10
+_MOST = 110
+_FEWEST = 10
 """Measurements of the noise in a long base run and in a short one."""
 SHARE = 0.2
 """Most extra passes of a base run, as a share of T, unless the fewest measurements
@@ -180,7 +181,8 @@ def probe_steps(
         share: As :data:`SHARE`.
     """
     longer = max(1.0, passes * _MOST / max(share * total_steps, passes * _FEWEST, 1))
-    steps, step = [], 0
+    steps = []
+    step = 0
     while step < total_steps:
         steps.append(step)
         step += every or max(1, round(smoothing_width(step, total_steps) / 4 * longer))
@@ -293,8 +295,7 @@ class Recipe:
                 if not 0 <= probe.effective_steps <= self.total_steps:
                     raise RecipeError(
                         f"Invalid {name}[{i}].effective_steps={probe.effective_steps}. "
-                        "Must lie between 0 and "
-                        f"total_steps={self.total_steps}."
+                        f"Must lie between 0 and total_steps={self.total_steps}."
                     )
         seeds = [self.seed, *(repeat.seed for repeat in self.repeats)]
         for i, seed in enumerate(seeds[1:]):
@@ -310,10 +311,9 @@ class Recipe:
         """
         return (
             f"Recipe({self.fingerprint}, workload={self.workload!r}, "
-            f"base_batch_size={self.base_batch_size}, "
-            f"total_steps={self.total_steps}, {self.metric}={self.score:.6g}, "
-            f"{sum(map(len, self.noise_by_seed))} probes, "
-            f"{len(self.repeats)} repeats)"
+            f"base_batch_size={self.base_batch_size}, total_steps={self.total_steps}, "
+            f"{self.metric}={self.score:.6g}, {sum(map(len, self.noise_by_seed))} "
+            f"probes, {len(self.repeats)} repeats)"
         )
 
     @property
@@ -466,9 +466,9 @@ class Recipe:
         if digest != _digest(_fields(recipe)) and not accept_edits:
             raise RecipeError(
                 f"{path}: the digest does not match. The file was edited after the "
-                "search, so it is no longer the result "
-                "of the search. Restore the file, or search again; in Python "
-                "Recipe.load(path, accept_edits=True) loads it anyway."
+                "search, so it is no longer the result of the search. Restore the "
+                "file, or search again; in Python Recipe.load(path, accept_edits=True) "
+                "loads it anyway."
             )
         return recipe
 
@@ -547,8 +547,7 @@ def _open_document(
     if version != VERSION:
         raise RecipeError(
             f"Invalid version={version}: written by a newer library. ray_adascale "
-            f"{__version__} reads version "
-            f"{VERSION}; upgrade ray_adascale."
+            f"{__version__} reads version {VERSION}; upgrade ray_adascale."
         )
     names = [f.name for f in dataclasses.fields(Recipe)]
     for name in [*names, "digest"]:
@@ -620,7 +619,8 @@ def _describe_repeats(recipe: Recipe) -> str:
     """Return the number of trials that the score is the best of, and the scores with
     other seeds.
     """
-    trials, spread = recipe.search.get("trials"), recipe.repeat_scores
+    trials = recipe.search.get("trials")
+    spread = recipe.repeat_scores
     of = f", of {trials} trials" if isinstance(trials, int) and trials > 1 else ""
     scores = ", ".join(
         f"{repeat.score:.6g} (seed {repeat.seed})" for repeat in recipe.repeats

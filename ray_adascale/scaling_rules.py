@@ -101,7 +101,8 @@ class ScalingRuleBase:
             self._patch_optimizer(optimizer)
 
     def _patch_optimizer(self, optimizer: Optimizer) -> None:
-        original, original_add = optimizer.step, optimizer.add_param_group
+        original = optimizer.step
+        original_add = optimizer.add_param_group
 
         # `wraps` also copies the mark by which a scheduler that was built before
         # recognizes its own wrapper of `step`.
@@ -143,9 +144,9 @@ class ScalingRuleBase:
         if self.adp is None:
             raise ValueError(
                 f"{type(self).__name__} belongs to no AdaptiveDataParallel yet. Pass "
-                "it as scaling_rule=, or call "
-                "initialize(adp, optimizer). The trainer's rules are "
-                "AdaScaleConfig(rule='adascale'), 'linear', 'sqrt', ..."
+                "it as scaling_rule=, or call initialize(adp, optimizer). The "
+                "trainer's rules are AdaScaleConfig(rule='adascale'), 'linear', "
+                "'sqrt', ..."
             )
         return self.adp
 

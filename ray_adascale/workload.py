@@ -203,17 +203,17 @@ class RunInputs:
             self.sampler is None
             and (theirs := own_sampler(self.train_dataset)) is not None
         ):
-            loader, self.sampler = self.train_dataset, theirs
+            loader = self.train_dataset
+            self.sampler = theirs
             self.train_dataset = loader.dataset
             if self.collate_fn is None and loader.collate_fn is not default_collate:
                 self.collate_fn = loader.collate_fn
             warn_at_user(
                 f"The data are a DataLoader with a {type(theirs).__name__}. Its "
-                "dataset, sampler and collate_fn are used, and "
-                "the run makes the batches: per_worker_batch_size, num_loader_workers "
-                "and drop_last of AdaScaleConfig count, not "
-                "the loader's. Without this warning: give loader.dataset, and "
-                "sampler=loader.sampler."
+                "dataset, sampler and collate_fn are used, and the run makes the "
+                "batches: per_worker_batch_size, num_loader_workers and drop_last of "
+                "AdaScaleConfig count, not the loader's. Without this warning: give "
+                "loader.dataset, and sampler=loader.sampler."
             )
         if _length(self.train_dataset) == 0:
             raise ValueError(
@@ -283,16 +283,14 @@ class Workload(RunInputs):
         if self.scheduler is not None and self.scheduler_unit is None:
             raise ValueError(
                 "Missing scheduler_unit. It is what one scheduler.step() meant in the "
-                "base run: 'step' if it was called after "
-                "every optimizer step, 'epoch' if once an epoch. A wrong guess would "
-                "be silently wrong: the learning rate "
-                "would fall hundreds of times too fast or too slowly."
+                "base run: 'step' if it was called after every optimizer step, 'epoch' "
+                "if once an epoch. A wrong guess would be silently wrong: the learning "
+                "rate would fall hundreds of times too fast or too slowly."
             )
         if self.metric != "loss" and self.evaluate is None:
             raise ValueError(
                 f"Invalid metric={self.metric!r} without evaluate. Pass evaluate=, a "
-                "function from the model to a dict "
-                "with that key, or use metric='loss'."
+                "function from the model to a dict with that key, or use metric='loss'."
             )
         if self.metric != "loss" and self.mode is None:
             raise ValueError(
@@ -460,9 +458,8 @@ def _loss_note(model: nn.Module, batch: Any) -> str:
     return (
         "In loss_fn(model, batch), with "
         f"{', '.join(map(_in_words, tensors)) or 'no tensor'} in the batch and "
-        "parameters of "
-        f"{', '.join(dtypes) or 'no dtype'}. Compare dtypes and shapes with what the "
-        "model takes, and labels with its classes."
+        f"parameters of {', '.join(dtypes) or 'no dtype'}. Compare dtypes and shapes "
+        "with what the model takes, and labels with its classes."
     )
 
 

@@ -184,9 +184,8 @@ def pytest_collection_modifyitems(
         if not _may_hold(item.path, _lane_of(item)):
             raise pytest.UsageError(
                 f"{item.nodeid} is of lane {_lane_of(item)!r}, and {item.path.name} "
-                "mentions neither its marker nor its "
-                "fixture, so that `make test` would never run it. Name the fixture in "
-                "the file."
+                "mentions neither its marker nor its fixture, so that `make test` "
+                "would never run it. Name the fixture in the file."
             )
     lane = config.getoption("--lane")
     if lane is not None:

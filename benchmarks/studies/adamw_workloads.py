@@ -619,8 +619,7 @@ _DIGITS = "1,797 digits of 8×8 pixels"
 CASES = {
     "vit": _case(
         f"{_DIGITS}, a vision transformer, dropout, shifted and noisy images, label "
-        "smoothing, weight decay 0.05, warm-up and "
-        "cosine",
+        "smoothing, weight decay 0.05, warm-up and cosine",
         vit,
         "NLL",
         lambda: math.log(10),
@@ -630,8 +629,8 @@ CASES = {
     ),
     "decoder": _case(
         "next character of the standard library's docstrings, a causal transformer, "
-        "betas (0.9, 0.95), weight decay 0.1 on "
-        "matrices, warm-up and a cosine to a tenth; less than one epoch",
+        "betas (0.9, 0.95), weight decay 0.1 on matrices, warm-up and a cosine to a "
+        "tenth; less than one epoch",
         decoder,
         "bits a character",
         bits_without_context,

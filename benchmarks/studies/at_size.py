@@ -308,9 +308,8 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
     parts = [
         "# Does the schedule transfer on public data?",
         "One schedule, tuned at the base batch, carried to larger batches by four "
-        "methods, on public data and with larger "
-        "networks than [the first study](transfer.md). Test metric, mean ± standard "
-        "deviation over "
+        "methods, on public data and with larger networks than [the first "
+        "study](transfer.md). Test metric, mean ± standard deviation over "
         f"{count(plan.seeds, 'seed')}, or as many as a row says.",
         provenance(plan, results, command, more=shortened_runs(plan, results)),
         "## What it says",
@@ -323,14 +322,12 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
         *sections,
         "## Seconds on separate machines",
         "Computed: optimizer steps × (the seconds of a plain step with a machine's "
-        "examples, measured on one core + a ring "
-        f"all-reduce over {BYTES_PER_S * 8 / 1e9:g} Gbit/s with {LATENCY_S * 1e6:g} µs "
-        "a message). AdaScale has B0 examples a "
-        "machine, the fixed batch B0 / machines, rounded up. What AdaScale adds to a "
-        "step (2 to 20 % on CPUs, "
-        "[time of a step](overhead.md#cpu)) is not included. "
-        f"`wall_clock.py`, {about['date'][:10]}, {about['cpu']}, load {about['load']} "
-        "before.",
+        "examples, measured on one core + a ring all-reduce over "
+        f"{BYTES_PER_S * 8 / 1e9:g} Gbit/s with {LATENCY_S * 1e6:g} µs a message). "
+        "AdaScale has B0 examples a machine, the fixed batch B0 / machines, rounded "
+        "up. What AdaScale adds to a step (2 to 20 % on CPUs, [time of a "
+        "step](overhead.md#cpu)) is not included. `wall_clock.py`, "
+        f"{about['date'][:10]}, {about['cpu']}, load {about['load']} before.",
         seconds_table(plan, results),
         "## The same curve over effective steps",
         f"![metric against effective steps]({curves.name})",

@@ -506,7 +506,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     cells = cells_of(runs, args.workloads, args.length)
     print(survival_table(cells), scores_table(cells), sep="\n\n")
     print(
-        f"\n{len(kept.results)} runs, "
+        "\n"
+        f"{len(kept.results)} runs, "
         f"{sum(r.cpu_s for r in kept.results.values()) / 3600:.2f} CPU hours"
     )
     return 0

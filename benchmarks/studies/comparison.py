@@ -543,8 +543,8 @@ def run_all(
         score = "failed" if result.failed else f"{result.score:.4f}"
         return (
             f"{job.workload}, {job.method}, S = {job.scale}, seed {job.seed}, lr "
-            f"{job.lr:g} {job.shape}: {score} in "
-            f"{result.optimizer_steps} steps, {result.cpu_s:.1f} s"
+            f"{job.lr:g} {job.shape}: {score} in {result.optimizer_steps} steps, "
+            f"{result.cpu_s:.1f} s"
         )
 
     return study.run_all(path, Job, Result, do, rounds_of, say, processes)

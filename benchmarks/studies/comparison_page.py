@@ -214,11 +214,11 @@ def verdicts(plan: Plan, results: Results) -> str:
     ]
     return (
         f"By how much {name} is better (positive) or worse (negative) in the test "
-        "metric, paired by seed, with the 95 % "
-        "interval of the mean. A difference is called one where the interval doesn't "
-        "hold 0. Of these "
-        f"{intervals} intervals about {max(round(0.05 * intervals), 1)} would do so by "
-        f"chance alone.\n\n{markdown(head, rows)}"
+        "metric, paired by seed, with the 95 % interval of the mean. A difference is "
+        f"called one where the interval doesn't hold 0. Of these {intervals} intervals "
+        f"about {max(round(0.05 * intervals), 1)} would do so by chance alone.\n"
+        "\n"
+        f"{markdown(head, rows)}"
     )
 
 

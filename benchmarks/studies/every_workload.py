@@ -255,11 +255,11 @@ def main() -> int:
             "By how much each method ended better (+) or worse (−) than the base run, "
             "with the same seeds; ± is the standard error of the mean at S = 1. Bold: "
             "worse by more than that error, or a run that failed. The workloads of "
-            "[forecast](forecast.md) have one base run, so that any loss counts. Written by "
-            "`python benchmarks/studies/every_workload.py` from the kept runs. LR × S, "
-            "LR × √S and the unscaled LR have as many steps as AdaScale, or as the "
-            "study says. The 25 M parameters of [one GPU](gpu-transfer.md), one seed, are "
-            "not among them.",
+            "[forecast](forecast.md) have one base run, so that any loss counts. "
+            "Written by `python benchmarks/studies/every_workload.py` from the kept "
+            "runs. LR × S, LR × √S and the unscaled LR have as many steps as AdaScale, "
+            "or as the study says. The 25 M parameters of [one GPU](gpu-transfer.md), "
+            "one seed, are not among them.",
             counts(rows),
             table(rows),
         ],

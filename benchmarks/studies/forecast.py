@@ -308,8 +308,8 @@ def summary(rows: Sequence[Row]) -> list[str]:
     worst = max(rows, key=lambda row: abs(row.off))
     runs = [(row, steps) for row in rows for steps in row.steps]
     return [
-        f"Within 10 %: {_count(rows, lambda row: abs(row.off) <= 0.1)}; "
-        f"up to S = 16 {_count(near, lambda row: abs(row.off) <= 0.1)}.",
+        f"Within 10 %: {_count(rows, lambda row: abs(row.off) <= 0.1)}; up to S = 16 "
+        f"{_count(near, lambda row: abs(row.off) <= 0.1)}.",
         f"Furthest off: {worst.case} at S = {worst.scale}, {worst.off:+.0%}.",
         "The interval holds the mean of the runs in "
         f"{_count(rows, lambda row: row.held)} rows, and "

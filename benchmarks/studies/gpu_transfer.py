@@ -605,8 +605,8 @@ class Study:
             bits = "failed" if found.bits is None else f"{found.bits:.4f} bits"
             print(
                 f"{name}{about}: {bits}, {found.optimizer_steps} steps, "
-                f"{found.tokens / 1e6:.1f} MB, mean gain "
-                f"{found.mean_gain:.2f}, {found.seconds:.1f} s",
+                f"{found.tokens / 1e6:.1f} MB, mean gain {found.mean_gain:.2f}, "
+                f"{found.seconds:.1f} s",
                 flush=True,
             )
 
@@ -758,8 +758,8 @@ def write_page(study: Study, page: Path, about: Mapping[str, Any]) -> None:
     parts = [
         "# Does the schedule transfer with 25 M parameters?",
         f"`{about['command']}`: {in_words(about['machine'])}. {about['speed']}. Bits a "
-        "byte of Python sources, lower is better; "
-        "mean ± standard deviation over seeds.",
+        "byte of Python sources, lower is better; mean ± standard deviation over "
+        "seeds.",
         "## What it says",
         by_hand(page),
     ]
@@ -872,8 +872,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         told = (
             f"{len(text.train) / 1e6:.1f} MB of Python sources to train on and "
-            f"{len(text.test) / 1e6:.1f} MB to score on, of "
-            f"{packages[0]} packages, {packages[1]} of them for scores alone"
+            f"{len(text.test) / 1e6:.1f} MB to score on, of {packages[0]} packages, "
+            f"{packages[1]} of them for scores alone"
         )
         print(
             f"{parameters / 1e6:.2f} M parameters on {study.where}; {told}", flush=True

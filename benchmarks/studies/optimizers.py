@@ -325,8 +325,7 @@ STUDIES = {
         ),
         "AdamW",
         "`torch.optim.AdamW`, betas (0.9, 0.999) where nothing else is said, ε 1e-8. "
-        "Each workload has its own schedule. Peak "
-        "LR: the best of four, two seeds.",
+        "Each workload has its own schedule. Peak LR: the best of four, two seeds.",
         '**AdaScale** is the default, `rule="adascale_memory"`: (√r, r) and β^r. '
         "**plain decay** is the same without the factor √r on the decay, **r, β^r** is "
         '(r, r) and β^r, **fixed betas** is `rule="adascale"`.',
@@ -348,13 +347,11 @@ STUDIES = {
         ),
         "Lion",
         "Models, data and splits are those of [transfer](transfer.md), and a "
-        "transformer on the same text; the schedule is a "
-        "warm-up over a tenth, then linear to zero. "
-        "`Lion` of the package `lion-pytorch`, betas (0.9, 0.99), decoupled weight "
-        f"decay {LIONS_PART * DECAY}. Against AdamW's "
-        f"grids the LRs are {LIONS_PART} times smaller and the decay is {LIONS_PART} "
-        "times larger, so that LR · decay is the "
-        "same. Peak LR: the best of five, two seeds.",
+        "transformer on the same text; the schedule is a warm-up over a tenth, then "
+        "linear to zero. `Lion` of the package `lion-pytorch`, betas (0.9, 0.99), "
+        f"decoupled weight decay {LIONS_PART * DECAY}. Against AdamW's grids the LRs "
+        f"are {LIONS_PART} times smaller and the decay is {LIONS_PART} times larger, "
+        "so that LR · decay is the same. Peak LR: the best of five, two seeds.",
         '**AdaScale** is `rule="adascale"`, **β^r** is (r, r) and β^r, **√r, β^r** is '
         "the default.",
         PAGES / "lion.md",
@@ -574,9 +571,8 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
     parts = [
         f"# {of.title}",
         "One schedule, tuned at the base batch, carried to larger batches. Metric on a "
-        "test split on which no LR was chosen, "
-        f"mean ± standard deviation over {count(plan.seeds, 'seed')} or fewer, where "
-        "that is said.",
+        "test split on which no LR was chosen, mean ± standard deviation over "
+        f"{count(plan.seeds, 'seed')} or fewer, where that is said.",
         provenance(plan, results, command),
         "## What it says",
         kept,

@@ -478,11 +478,10 @@ def write(plan: Plan, results: Results, page: Path, command: str) -> None:
     parts = [
         "# What do changes of the number of workers do to a run?",
         "Ten forced changes within a run, 1 to 8 workers, three workloads on public "
-        f"data, {count(plan.seeds, 'seed')}, five "
-        "ways to treat batch and learning rate.",
+        f"data, {count(plan.seeds, 'seed')}, five ways to treat batch and learning "
+        "rate.",
         f"{made_by(command, mine)}. Seconds of a step: `wall_clock.py`, "
-        f"{about['date'][:10]}, {about['cpu']}, load "
-        f"{about['load']} before.",
+        f"{about['date'][:10]}, {about['cpu']}, load {about['load']} before.",
         "## What it says",
         kept_part,
         *sections,

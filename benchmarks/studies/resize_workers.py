@@ -273,13 +273,12 @@ def about(kept: Mapping[str, Any]) -> str:
     of = kept["machine"]
     return (
         f"`python benchmarks/studies/resize_workers.py`, {of['date'][:10]}, "
-        f"{of['cpu']}, {of['cores']} cores, load {of['load']} "
-        f"before, torch {of['torch']}, Ray {of['ray']}. One seed. The eleven parts of "
-        f"a run are {', '.join(map(str, PLAN))} Ray "
-        "workers, one after the other, and the two ways take turns. The workers share "
-        "the cores, so further workers make no "
-        "step faster, and the seconds count the work of all of them. Machines of their "
-        "own are computed above."
+        f"{of['cpu']}, {of['cores']} cores, load {of['load']} before, torch "
+        f"{of['torch']}, Ray {of['ray']}. One seed. The eleven parts of a run are "
+        f"{', '.join(map(str, PLAN))} Ray workers, one after the other, and the two "
+        "ways take turns. The workers share the cores, so further workers make no step "
+        "faster, and the seconds count the work of all of them. Machines of their own "
+        "are computed above."
     )
 
 

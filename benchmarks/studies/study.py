@@ -258,8 +258,8 @@ class Case:
         """Return a paragraph for the page, with T and in words what was tuned."""
         return (
             f"{self.about[0].upper()}{self.about[1:]}. B0 = {self.base_batch_size}, T "
-            f"= {total_steps:,}{tuned}. The best answer "
-            f"without a look at the input scores {self.chance():.3f}."
+            f"= {total_steps:,}{tuned}. The best answer without a look at the input "
+            f"scores {self.chance():.3f}."
         )
 
     def better(self, one: float, other: float) -> float:
@@ -305,8 +305,8 @@ CASES = {
     ),
     "text": Case(
         "next character of the standard library's docstrings (about 480,000 "
-        "characters, by the version of Python), two "
-        "causal convolutions (text and model of `examples/language_model.py`)",
+        "characters, by the version of Python), two causal convolutions (text and "
+        "model of `examples/language_model.py`)",
         text,
         "bits a character",
         0,
@@ -553,10 +553,9 @@ def made_by(command: str, results: Sequence[Any]) -> str:
     dates = sorted({r.date for r in results})
     return (
         f"`{command}`, {' to '.join(dict.fromkeys([*dates[:1], *dates[-1:]]))}, torch "
-        f"{torch.__version__}, Python "
-        f"{platform.python_version()}; {len(results)} runs of one thread each, "
-        f"{sum(r.cpu_s for r in results) / 60:.0f} "
-        "minutes of CPU time"
+        f"{torch.__version__}, Python {platform.python_version()}; {len(results)} runs "
+        f"of one thread each, {sum(r.cpu_s for r in results) / 60:.0f} minutes of CPU "
+        "time"
     )
 
 

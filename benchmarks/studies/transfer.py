@@ -212,9 +212,8 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
     parts = [
         "# Does the schedule transfer?",
         "One schedule, tuned at the base batch, carried to larger batches by six "
-        "methods, on three workloads of different "
-        "kinds. Validation metric on a test split that no choice was made on, mean ± "
-        "standard deviation over "
+        "methods, on three workloads of different kinds. Validation metric on a test "
+        "split that no choice was made on, mean ± standard deviation over "
         f"{count(plan.seeds, 'seed')}.",
         provenance(plan, results, command),
         "## What it says",
@@ -231,10 +230,8 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
         "Every schedule of the grid at S = 1 and, under AdaScale, at S = "
         f"{plan.grid_scale}, on the search split, mean of "
         f"{count(plan.grid_seeds, 'seed')}; Spearman's ρ between the two. A schedule "
-        "that failed ranks last. The last "
-        "column is there for comparison: how far two seeds agree about the order at S "
-        "= 1 is as much as one could hope "
-        "for.",
+        "that failed ranks last. The last column is there for comparison: how far two "
+        "seeds agree about the order at S = 1 is as much as one could hope for.",
         robustness(plan, results),
     ]
     write_page(page, parts)

@@ -62,8 +62,8 @@ def _describe_recipe(path: Path) -> tuple[str, bool]:
         # other faults than an edit still raise
         recipe = Recipe.load(path, accept_edits=True)
         edited = (
-            "\n  EDITED       after the search: it is no longer the result of the "
-            "search"
+            "\n"
+            "  EDITED       after the search: it is no longer the result of the search"
         )
     no_forecast = (
         "" if recipe.noise_by_seed else "\n  no forecast  it holds no noise probes"
@@ -77,7 +77,8 @@ def _describe_checkpoint(path: Path) -> tuple[str, bool]:
     try:
         checkpoint.verify(path)
         saved = checkpoint.Saved(path)
-        state, index = saved.state, saved.index
+        state = saved.state
+        index = saved.index
     except checkpoint.CheckpointError as error:
         return f"Checkpoint {path}\n  DAMAGED      {error}", False
     plan = state.get("plan", {})
@@ -102,13 +103,12 @@ def _describe_checkpoint(path: Path) -> tuple[str, bool]:
         f"{state.get('total_steps')}{', the end' if state.get('stopped') else ''}, "
         f"attempt {state.get('attempt')}",
         f"  batch        {plan.get('global_batch_size')} examples on "
-        f"{plan.get('workers')} workers in "
-        f"{plan.get('passes')} passes; base batch {plan.get('base_batch_size')}",
+        f"{plan.get('workers')} workers in {plan.get('passes')} passes; base batch "
+        f"{plan.get('base_batch_size')}",
         f"  rule         {state['rule']}",
         f"  tensors      {len(sizes)}, "
         f"{filesize.decimal(sum(size for _, size in sizes))}; the model's "
-        f"{len(model)}, "
-        f"{filesize.decimal(sum(model))}",
+        f"{len(model)}, {filesize.decimal(sum(model))}",
         f"  recipe       {state.get('recipe') or 'none'}",
         f"  versions     {versions or 'not said'}",
     ]
@@ -137,9 +137,8 @@ def _describe_run(path: Path) -> tuple[str, bool]:
     lines = [
         f"Run {run.label}",
         f"  steps        {last['optimizer_steps']:,} for "
-        f"{last['effective_steps']:,.1f} effective ones, mean gain "
-        f"{run.mean_gain:.2f} at scale {last['scale']:g} on "
-        f"{workers_in_words(last.get('world_size'))}",
+        f"{last['effective_steps']:,.1f} effective ones, mean gain {run.mean_gain:.2f} "
+        f"at scale {last['scale']:g} on {workers_in_words(last.get('world_size'))}",
         *([f"  rule         {last['rule']}"] if "rule" in last else []),
     ]
     if (left := _left_in_words(run)) is not None:
@@ -150,7 +149,8 @@ def _describe_run(path: Path) -> tuple[str, bool]:
         )
     if run.clipped:
         lines.append(f"  clipped      {run.clipped}")
-    loss, speed = last.get("loss", math.nan), last.get("examples_per_s", math.nan)
+    loss = last.get("loss", math.nan)
+    speed = last.get("examples_per_s", math.nan)
     lines.append(f"  loss         {loss:.4g}, {speed:,.0f} examples/s")
     if math.isfinite(run.noise_scale):
         lines.append(

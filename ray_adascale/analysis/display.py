@@ -158,7 +158,8 @@ class RunDisplay:
         _print(self._console, f"{self._label}: {text}" if self._label else text)
 
     def _run(self, live: Live | None) -> None:
-        last, done = "", False
+        last = ""
+        done = False
         with live or nullcontext():
             while not done:
                 done = self._done.wait(self._interval_s if live is None else 0.5)
@@ -262,7 +263,8 @@ class SearchDisplay:
 
     def render(self) -> RenderableType:
         """Return the display."""
-        now, total = self._done + sum(self._running.values()), max(self._total, 1)
+        now = self._done + sum(self._running.values())
+        total = max(self._total, 1)
         mine = now - self._earlier
         left = (
             (total - now) * (time.monotonic() - self._began) / mine

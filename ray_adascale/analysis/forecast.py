@@ -133,8 +133,7 @@ class Forecast:
         """
         table = Table(
             title=f"Recipe {self.recipe}: {self.total_steps:,} base steps of "
-            f"{self.base_batch_size} examples, "
-            f"rule {self.rule}",
+            f"{self.base_batch_size} examples, rule {self.rule}",
             caption="\n".join(self.lines()),
             title_justify="left",
             caption_justify="left",
@@ -244,9 +243,8 @@ def forecast_recipe(
     if cost_per_worker_hour is not None and throughput is None:
         raise ValueError(
             f"Invalid {cost_per_worker_hour=} without throughput. Cost follows from "
-            "time: give throughput= as well, from "
-            "measure_throughput() or Throughput.fit() (on the command line --measure "
-            "WORKLOAD or --run RUN)."
+            "time: give throughput= as well, from measure_throughput() or "
+            "Throughput.fit() (on the command line --measure WORKLOAD or --run RUN)."
         )
     # Precision, clipping and the order of examples do not change the forecast, so there
     # is no warning about them.
@@ -259,8 +257,7 @@ def forecast_recipe(
     if metric_of(made) != "euclidean":
         raise ValueError(
             f"Invalid rule={config.rule!r}: its gain is taken in Adam's metric, and a "
-            "search probes plain gradients. There "
-            "is no forecast for it."
+            "search probes plain gradients. There is no forecast for it."
         )
     forecaster = Forecaster(recipe, rule=made, averaging_window=config.averaging_window)
     runs = _Runs(recipe, forecaster, config.batch, throughput)
@@ -280,15 +277,14 @@ def forecast_recipe(
         expected = found.expected
         plan = expected.plans[-1] if expected.plans else config.batch.plan(k)
         batch = expected.mean_batch if expected.plans else plan.global_batch_size
-        low, high = min(math.floor(found.low), expected.steps), math.ceil(found.high)
+        low = min(math.floor(found.low), expected.steps)
+        high = math.ceil(found.high)
         scale = batch / plan.base_batch_size
         seconds = seconds_low = seconds_high = cost = None
         if throughput is not None:
             seconds = expected.steps * step_s
-            seconds_low, seconds_high = (
-                low * step_s * throughput.low,
-                high * step_s * throughput.high,
-            )
+            seconds_low = low * step_s * throughput.low
+            seconds_high = high * step_s * throughput.high
             cost = (
                 None
                 if cost_per_worker_hour is None
@@ -343,7 +339,9 @@ class _Runs:
         batch: BatchSettings,
         throughput: Throughput | None,
     ) -> None:
-        self._forecaster, self._batch, self._throughput = forecaster, batch, throughput
+        self._forecaster = forecaster
+        self._batch = batch
+        self._throughput = throughput
         self._found: dict[int, tuple[float, float, float]] = {}
         plan = StepPlan(recipe.base_batch_size, recipe.base_batch_size, 1, 1)
         self.base = recipe.total_steps * _step_time(throughput, plan)
@@ -396,7 +394,8 @@ def max_useful_workers(speedup: Callable[[int], float], most: int) -> int | None
     tried = list(range(1, min(64, most) + 1))
     while tried[-1] < most:
         tried.append(tried[-1] + tried[-1] // 16)
-    here, share = 1, _PAYS * speedup(1)
+    here = 1
+    share = _PAYS * speedup(1)
     while here <= most:
         more = (
             k

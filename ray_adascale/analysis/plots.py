@@ -167,12 +167,11 @@ def _line(
     A metric of the untrained model stands at 0.
     """
     untrained = run.untrained.get(key, np.nan)
-    tau, values = (
-        np.append(0.0, run.column(over)),
-        np.append(untrained, run.column(key)),
-    )
+    tau = np.append(0.0, run.column(over))
+    values = np.append(untrained, run.column(key))
     kept = np.isfinite(tau) & np.isfinite(values)
-    tau, values = tau[kept], values[kept]
+    tau = tau[kept]
+    values = values[kept]
     if dots or len(tau) <= _POINTS:
         return tau, values
     parts = np.linspace(0, len(tau), _POINTS + 1).astype(int)
@@ -321,6 +320,7 @@ def _mean(
         min(end[-1] for end, _ in curves),
     )
     each = [np.interp(tau, *curve) for curve in curves]
-    mean, spread = np.mean(each, axis=0), np.std(each, axis=0, ddof=1)
+    mean = np.mean(each, axis=0)
+    spread = np.std(each, axis=0, ddof=1)
     axes.fill_between(tau, mean - spread, mean + spread, color=color, alpha=0.2, lw=0)
     return tau, mean

@@ -105,10 +105,8 @@ class RunTrace:
             base_batch_size = (of_row * mu2 / sigma2)[known]
         base_batch_size = base_batch_size[np.isfinite(base_batch_size)]
         steps = np.diff(self.column("effective_steps"), prepend=0.0)[known]
-        noise, signal = (
-            float(np.dot(steps, sigma2[known])),
-            float(np.dot(steps, mu2[known])),
-        )
+        noise = float(np.dot(steps, sigma2[known]))
+        signal = float(np.dot(steps, mu2[known]))
         return (
             float(base_batch_size[-1]) * noise / signal
             if len(base_batch_size) and signal > 0
@@ -165,7 +163,8 @@ class RunTrace:
         Args:
             recipe: The recipe. Default: that of the run, by its trace.
         """
-        first, last = self.rows[0], self.last
+        first = self.rows[0]
+        last = self.last
         base = self.base(recipe)
         if (
             base is None
@@ -191,7 +190,8 @@ class RunTrace:
     @property
     def mean_scale(self) -> float:
         """The mean S over the optimizer steps."""
-        scales, steps = self.column("scale"), self.steps_by_row
+        scales = self.column("scale")
+        steps = self.steps_by_row
         known = np.isfinite(scales)
         return float(np.average(scales[known], weights=steps[known]))
 
@@ -256,7 +256,8 @@ def alike_groups(runs: list[RunTrace]) -> list[list[RunTrace]]:
     """
     groups: dict[tuple[Any, ...], list[RunTrace]] = {}
     for run in runs:
-        first, last = run.rows[0], run.last
+        first = run.rows[0]
+        last = run.last
         kind = (
             last["scale"],
             last.get("world_size"),

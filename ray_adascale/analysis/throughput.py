@@ -59,8 +59,7 @@ def measurement_from_trace(
     if rest or not passes:
         raise ValueError(
             f"Invalid {per_worker_batch_size=}: the batch of {batch} in {run} is not "
-            "made of whole passes of that many "
-            f"examples on {workers} workers."
+            f"made of whole passes of that many examples on {workers} workers."
         )
     rate = statistics.median(row["examples_per_s"] for row in rows)
     return Measurement(
@@ -140,9 +139,8 @@ def measure_throughput(
     if fitted.high > _WIDE * fitted.low:
         warn_at_user(
             "The time of a step is known roughly only: half of those measured took "
-            f"between {fitted.low:.2f} and "
-            f"{fitted.high:.2f} times their median. Something else is busy on this "
-            "machine, or examples differ in size. "
+            f"between {fitted.low:.2f} and {fitted.high:.2f} times their median. "
+            "Something else is busy on this machine, or examples differ in size. "
             "Measure on an idle one, or for longer."
         )
     return fitted

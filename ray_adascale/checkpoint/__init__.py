@@ -473,15 +473,13 @@ class Saved:
             if (tensor.dtype, shape) != (stored.dtype, stored.shape):
                 raise CheckpointError(
                     f"{self.folder}, key {key!r}: holds {stored.dtype} of shape "
-                    f"{tuple(stored.shape)}, "
-                    f"to be loaded into {tensor.dtype} of shape {tuple(shape)}."
+                    f"{tuple(stored.shape)}, to be loaded into {tensor.dtype} of shape "
+                    f"{tuple(shape)}."
                 )
         # The steps of DCP's own ``load`` in a single process, without its fallback to
         # DCP's metadata after an error, its warning and its BaseException.
-        reader, planner = (
-            dcp.Reader(self.folder, self._manifest),
-            dcp.ShardLoadPlanner(into),
-        )
+        reader = dcp.Reader(self.folder, self._manifest)
+        planner = dcp.ShardLoadPlanner(into)
         planner.set_up_planner({}, self._metadata, is_coordinator=True)
         reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         plan = reader.prepare_local_plan(planner.create_local_plan())

@@ -81,10 +81,8 @@ class ShardSavePlanner(DefaultSavePlanner):
         items = list(plan.items)
         for key, value in self._tensors.items():
             if isinstance(value, TensorShard):
-                chunk, properties = (
-                    _chunk(value),
-                    meta.TensorProperties(dtype=value.tensor.dtype),
-                )
+                chunk = _chunk(value)
+                properties = meta.TensorProperties(dtype=value.tensor.dtype)
                 data = plans.TensorWriteData(
                     chunk, properties, torch.Size([value.numel])
                 )
@@ -119,7 +117,8 @@ class ShardSavePlanner(DefaultSavePlanner):
         first: dict[str, plans.WriteItem] = {}
         chunks: dict[meta.MetadataIndex, torch.Size] = {}
         for item in (item for plan in all_plans for item in plan.items):
-            key, data = item.index.fqn, _data(item)
+            key = item.index.fqn
+            data = _data(item)
             other = first.setdefault(key, item)
             for what, here, there in (
                 ("kind", item.type.name, other.type.name),
@@ -147,8 +146,7 @@ class ShardSavePlanner(DefaultSavePlanner):
             if covered[key] != whole:
                 raise CheckpointError(
                     f"key {key!r}: the shards of all ranks have {covered[key]} "
-                    f"elements; the whole has {whole}. Some are "
-                    "missing or overlap."
+                    f"elements; the whole has {whole}. Some are missing or overlap."
                 )
         return super().create_global_plan(all_plans)
 
@@ -172,7 +170,8 @@ class ShardSavePlanner(DefaultSavePlanner):
             self._copies[item.index] = cast(Tensor, super().resolve_data(item)).to(
                 "cpu", copy=True
             )
-        self._tensors, self.state_dict = {}, {}
+        self._tensors = {}
+        self.state_dict = {}
 
     def thaw(self) -> None:
         """Release the copies, once they are written."""
@@ -215,7 +214,9 @@ class _HashingStream:
         self._file = file
         self._sha256 = hashlib.sha256()
         self._size = 0
-        self.flush, self.tell, self.fileno = file.flush, file.tell, file.fileno
+        self.flush = file.flush
+        self.tell = file.tell
+        self.fileno = file.fileno
 
     def write(self, data: Any) -> int:
         self._sha256.update(data)
@@ -267,7 +268,8 @@ class Writer(FileSystemWriter):
             overwrite=False,
         )
         self.fs: _HashingFileSystem = _HashingFileSystem()
-        self._directory, self._state = path, state
+        self._directory = path
+        self._state = state
         self._state_json: str | None = None
 
     def set_up_storage_writer(
@@ -321,7 +323,8 @@ class Writer(FileSystemWriter):
         """Write the index and then the manifest. Called on rank 0, once every rank
         has written.
         """
-        stored, files = {}, []
+        stored = {}
+        files = []
         for result in (result for rank in results for result in rank):
             if isinstance(result.storage_data, FileDigest):
                 files.append(result.storage_data)
@@ -414,13 +417,15 @@ def _decode_tensor(
 ) -> tuple[meta.TensorStorageMetadata, dict[meta.MetadataIndex, _StoredChunk]]:
     # The file has the digest of the manifest, so it is as it was written. Only where it
     # leads, and this torch, are checked.
-    dtype, shape = getattr(torch, str(entry["dtype"]), None), torch.Size(entry["shape"])
+    dtype = getattr(torch, str(entry["dtype"]), None)
+    shape = torch.Size(entry["shape"])
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{entry['dtype']!r} is not a dtype of this torch")
     chunks: list[meta.ChunkStorageMetadata] = []
     stored: dict[meta.MetadataIndex, _StoredChunk] = {}
     for item in entry["chunks"]:
-        offsets, name = torch.Size(item["offsets"]), item["file"]
+        offsets = torch.Size(item["offsets"])
+        name = item["file"]
         # A file in the manifest has a plain name in this folder. Tensors are nowhere
         # else.
         if name not in manifest or not name.endswith(".distcp"):
@@ -485,7 +490,8 @@ class Reader(FileSystemReader):
 
     def __init__(self, path: Path, manifest: Mapping[str, FileDigest]) -> None:
         super().__init__(path)
-        self._directory, self._manifest = path, manifest
+        self._directory = path
+        self._manifest = manifest
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> meta.Metadata:
         tensors, stored = read_index(self._directory, self._manifest)

@@ -212,8 +212,7 @@ def read_manifest(directory: Path) -> dict[str, FileDigest]:
     if type(content.get("version")) is not int or content["version"] != VERSION:
         raise CheckpointError(
             f"{path} says version {content.get('version')!r}; this ray_adascale reads "
-            f"version {VERSION}. Use the version of "
-            "ray_adascale that wrote it."
+            f"version {VERSION}. Use the version of ray_adascale that wrote it."
         )
     files = content.get("files")
     if not isinstance(files, dict):
@@ -332,8 +331,8 @@ def taken_apart(state: Any, key: str, tensors: dict[str, Any]) -> Any:
         return state
     raise TypeError(
         f"Invalid {key}: a {type(state).__name__}. Must be tensors and JSON values in "
-        "the state of extra_state and in a module's "
-        "get_extra_state(), because nothing in a checkpoint is pickled."
+        "the state of extra_state and in a module's get_extra_state(), because nothing "
+        "in a checkpoint is pickled."
     )
 
 

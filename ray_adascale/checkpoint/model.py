@@ -112,10 +112,8 @@ def load_model(saved: checkpoint.Saved, module: nn.Module) -> None:
     names = {unwrapped_name(name): name for name in live}
     weights = saved.weights({key: live[name] for key, name in names.items()})
     state = OrderedDict((names.get(key, key), value) for key, value in weights.items())
-    metadata, known = (
-        getattr(live, "_metadata", {}),
-        getattr(weights, "_metadata", None),
-    )
+    metadata = getattr(live, "_metadata", {})
+    known = getattr(weights, "_metadata", None)
     if known is not None:
         metadata = {
             prefix: known.get(_unwrapped(prefix), {"version": 1}) for prefix in metadata
@@ -126,8 +124,7 @@ def load_model(saved: checkpoint.Saved, module: nn.Module) -> None:
     except RuntimeError as e:
         raise CheckpointError(
             f"The checkpoint {saved.folder.name} does not fit the model. Build the "
-            "same model as before, or start a new run "
-            f"under another name. {e}"
+            f"same model as before, or start a new run under another name. {e}"
         ) from e
 
 

@@ -73,11 +73,9 @@ def _as_dtensor(part: Tensor, param: DTensor) -> DTensor:
     """Return this worker's rows of a state entry as a DTensor like its parameter."""
     from torch.distributed.tensor import DTensor
 
-    rows, mesh, placements = (
-        part.view(param.to_local().shape),
-        param.device_mesh,
-        param.placements,
-    )
+    rows = part.view(param.to_local().shape)
+    mesh = param.device_mesh
+    placements = param.placements
     return DTensor.from_local(
         rows,
         mesh,
@@ -106,7 +104,8 @@ def optimizer_tensors(
             that belongs to no parameter.
     """
     sharding = _sharding(optimizer)
-    holder, held = sharding.stepped, sharding.fragments()
+    holder = sharding.stepped
+    held = sharding.fragments()
     for key in holder.state:
         if not isinstance(key, Tensor):
             raise _unsupported(holder, repr(key), "it belongs to no parameter")
@@ -116,10 +115,8 @@ def optimizer_tensors(
         for entry, value in holder.state.get(f.tensor, {}).items():
             if not isinstance(entry, str):
                 raise _unsupported(holder, repr(entry), "its name is not a string")
-            rest, where = (
-                f"{names[p]}/{quote(entry, safe='')}",
-                f"{entry!r} of {names[p]}",
-            )
+            rest = f"{names[p]}/{quote(entry, safe='')}"
+            where = f"{entry!r} of {names[p]}"
             if isinstance(value, Tensor):
                 if is_dtensor(value):
                     if value.shape != p.shape:
@@ -166,8 +163,8 @@ def optimizer_tensors(
 def _unsupported(optimizer: Optimizer, what: str, why: str) -> TypeError:
     return TypeError(
         f"Can't checkpoint the state {what} in {type(optimizer).__name__}: {why}, and "
-        "only tensors, numbers of up to "
-        "64 bits and None, for each parameter by name, go into a checkpoint."
+        "only tensors, numbers of up to 64 bits and None, for each parameter by name, "
+        "go into a checkpoint."
     )
 
 
@@ -181,7 +178,8 @@ def load_optimizer(
         CheckpointError: A parameter has another number of elements in the checkpoint.
     """
     sharding = _sharding(optimizer)
-    holder, held = sharding.stepped, sharding.fragments()
+    holder = sharding.stepped
+    held = sharding.fragments()
     by_name = {names[f.param]: (i, f) for i, f in enumerate(held)}
     into: dict[str, Tensor | TensorShard] = {}
     wanted: list[tuple[str, int, str, Fragment]] = []
@@ -327,9 +325,8 @@ def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
         _WARNED.add(optimizer)
         warn_at_user(
             f"Not in the checkpoint: {', '.join(sorted(left_out))} of the optimizer's "
-            "parameter groups. Only numbers, strings, "
-            "None and lists of them are; after a resume the rest is as the program "
-            "builds it."
+            "parameter groups. Only numbers, strings, None and lists of them are; "
+            "after a resume the rest is as the program builds it."
         )
     return out
 

@@ -32,8 +32,8 @@ class PerWorker:
         if not (isinstance(of, torch.Generator | np.random.Generator) or has_state(of)):
             raise ValueError(
                 f"Invalid PerWorker of a {type(of).__name__}. Must be a "
-                "torch.Generator, a numpy.random.Generator, or have "
-                "state_dict() and load_state_dict()."
+                "torch.Generator, a numpy.random.Generator, or have state_dict() and "
+                "load_state_dict()."
             )
         self.of = of
 

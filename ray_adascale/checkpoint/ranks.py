@@ -71,7 +71,8 @@ class Ranks:
     ) -> None:
         self._path = path
         self._group = group
-        self.rank, self.count = 0, 1
+        self.rank = 0
+        self.count = 1
         if dist.is_available() and dist.is_initialized():
             self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
 
@@ -100,7 +101,8 @@ class Ranks:
             mine = local()
         except BaseException as e:
             # An interrupt too, so that the other ranks do not wait.
-            caught, mine = e, _Failure.of(self.rank, e, self._path)
+            caught = e
+            mine = _Failure.of(self.rank, e, self._path)
         results = self._gather(mine)
         answers: Sequence[_Answer | list[_Failure]] = []
         if self.rank == 0:
@@ -109,7 +111,8 @@ class Ranks:
                 try:
                     answers = central(cast(list[_Local], results))
                 except BaseException as e:
-                    caught, failures = e, [_Failure.of(0, e, self._path)]
+                    caught = e
+                    failures = [_Failure.of(0, e, self._path)]
             if failures:
                 answers = [failures] * self.count
         answer = self._scatter(answers)

@@ -127,8 +127,7 @@ def separate_streams(rank: int, world_size: int, device: torch.device) -> list[s
     if changed and rank == 0:
         _log.info(
             "Workers had equal random generators (%s). Each rank above 0 goes on with "
-            "a stream of its own, so that dropout and "
-            "augmentation differ.",
+            "a stream of its own, so that dropout and augmentation differ.",
             ", ".join(changed),
         )
     return changed

@@ -27,7 +27,8 @@ from .source import resolve
 if TYPE_CHECKING:
     from ..analysis.check import Finding
 
-_BATCH, _STEPS = 8, 1000
+_BATCH = 8
+_STEPS = 1000
 """B0 and T of a check if they are not given and there is no recipe."""
 _LIMIT_S = 120.0
 """Time limit of the check before a start. A start that waits longer for it would

@@ -162,4 +162,5 @@ def _cache_bytecode() -> None:
             "PYTHONPYCACHEPREFIX",
             str(Path.home() / ".cache" / "ray_adascale" / "bytecode"),
         )
-        sys.dont_write_bytecode, sys.pycache_prefix = False, folder
+        sys.dont_write_bytecode = False
+        sys.pycache_prefix = folder

@@ -134,7 +134,8 @@ def _arguments(field: dataclasses.Field[Any]) -> tuple[list[str], dict[str, Any]
     and metadata.
     """
     more, (kind, _, rest) = dict(field.metadata), str(field.type).partition(" | ")
-    pattern, _ = more.pop("pattern", None), more.pop("check", None)
+    pattern = more.pop("pattern", None)
+    _ = more.pop("check", None)
     if field.default is field.default_factory is dataclasses.MISSING:
         return [field.name], more
     flags = ["-o", "--output"] if field.name == "output" else [flag_of(field.name)]

@@ -65,7 +65,8 @@ class Forecast(Command):
         from ..analysis.forecast import forecast_recipe
         from ..recipe import Recipe
 
-        recipe, config = Recipe.load(self.recipe), self.config
+        recipe = Recipe.load(self.recipe)
+        config = self.config
         for flag, value in (
             ("--run", self.run),
             ("--cost-per-worker-hour", self.cost_per_worker_hour),
@@ -87,7 +88,8 @@ class Forecast(Command):
         if self.json:
             print(made.to_json())
         else:
-            console, table = Console(), made.table()
+            console = Console()
+            table = made.table()
             # a narrow terminal would cut figures off
             unlimited = console.options.update(max_width=1000)
             needed = Measurement.get(console, unlimited, table).maximum

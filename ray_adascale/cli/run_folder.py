@@ -143,15 +143,14 @@ def read_options(folder: str) -> list[str]:
     if text is None and read_json(join(folder, SEARCH)) is not None:
         raise ValueError(
             f"Invalid run {folder!r}: a search. It goes on with the `ray-adascale "
-            "tune` that started it, with --name "
-            f"{shlex.quote(split(folder)[1])} and the same --storage-path."
+            f"tune` that started it, with --name {shlex.quote(split(folder)[1])} and "
+            "the same --storage-path."
         )
     if text is None:
         raise ValueError(
             f"Invalid run {folder!r}: no {OPTIONS} in {folder}. `ray-adascale train` "
-            "writes it; a run that was started "
-            "otherwise goes on when it is started again with the same name and storage "
-            "path."
+            "writes it; a run that was started otherwise goes on when it is started "
+            "again with the same name and storage path."
         )
     try:
         words = shlex.split(text, comments=True)
@@ -161,7 +160,7 @@ def read_options(folder: str) -> list[str]:
         raise ValueError(f"Invalid run {folder!r}: {path} is damaged (it is empty).")
     if "\0" in text:
         raise ValueError(
-            f"Invalid run {folder!r}: {path} is damaged (it has zeros, as after a power "
-            "cut)."
+            f"Invalid run {folder!r}: {path} is damaged (it has zeros, as after a "
+            "power cut)."
         )
     return words

@@ -118,7 +118,8 @@ def _module_of(path: Path) -> tuple[Path, str]:
     """Return the folder that a file is imported from, and the module's name, with
     dots in a package.
     """
-    root, names = path.parent, [path.stem]
+    root = path.parent
+    names = [path.stem]
     while (root / "__init__.py").is_file():
         if not root.name.isidentifier():
             return path.parent, path.stem  # no package can have this name
@@ -168,8 +169,8 @@ def _import_errors(name: str) -> Iterator[None]:
         elif isinstance(error, ImportError) and "relative import" in str(error):
             hint = (
                 " A relative import needs a package: every folder of it has an "
-                "__init__.py, and no other module that is loaded "
-                "or installed has the package's name."
+                "__init__.py, and no other module that is loaded or installed has the "
+                "package's name."
             )
         cause = f"{type(error).__name__}: {error}".removesuffix(".")
         raise _ImportFailed(f"importing it failed with {cause}.{hint}") from error

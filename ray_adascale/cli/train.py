@@ -142,8 +142,9 @@ class Train(OnRay, Workers):
             return self
         if self.recipe is None:
             raise ValueError(
-                f"Invalid --total-examples {self.total_examples} without --recipe FILE: "
-                "it stretches the base run of a recipe. Without one give --total-steps."
+                f"Invalid --total-examples {self.total_examples} without --recipe "
+                "FILE: it stretches the base run of a recipe. Without one give "
+                "--total-steps."
             )
         if self.total_examples < 1:
             raise ValueError(
@@ -164,7 +165,7 @@ class Train(OnRay, Workers):
         for name, value in self.settings.items():
             if name in settings and settings[name] != value:
                 raise SettingError(
-                    f"Invalid {{}}: --total-examples trains a base run, with "
+                    "Invalid {}: --total-examples trains a base run, with "
                     f"{settings[name]!r}. Leave it out.",
                     **{name: value},
                 )
@@ -229,7 +230,8 @@ class Train(OnRay, Workers):
         their path within it.
         """
         where, _, function = self.workload.rpartition(":")
-        folder, in_file = Path.cwd(), where.endswith(".py")
+        folder = Path.cwd()
+        in_file = where.endswith(".py")
         if (
             self.working_dir is not None
             and in_file
@@ -266,11 +268,9 @@ class Train(OnRay, Workers):
         from ..train.trainer import AdaScaleTrainer
 
         recipe = None if self.recipe is None else Recipe.load(self.recipe)
-        config, workload, scaling_config = (
-            self.config,
-            resolve(self.workload),
-            self.scaling_config(),
-        )
+        config = self.config
+        workload = resolve(self.workload)
+        scaling_config = self.scaling_config()
         usual = (
             _ELASTIC_FAILURES if isinstance(scaling_config.num_workers, tuple) else 0
         )
@@ -283,7 +283,8 @@ class Train(OnRay, Workers):
             failure_config=ray.train.FailureConfig(max_failures=failures),
             checkpoint_config=self.checkpoint_config(),
         )
-        name, storage_path = str(run_config.name), str(run_config.storage_path)
+        name = str(run_config.name)
+        storage_path = str(run_config.storage_path)
         run = RunFolder(
             join(storage_path, name), self.words(name=name, storage_path=storage_path)
         )
@@ -359,9 +360,8 @@ def _summary(result: Result, seconds: float) -> str:
     mean_gain = metrics["progress"] / steps if steps else 1
     return (
         f"{f'{own}; ' if own else ''}loss {metrics['loss']:.4g}; {steps:,} optimizer "
-        "steps for "
-        f"{metrics['effective_steps']:,.0f} effective ones, mean gain {mean_gain:.2f}, "
-        f"scale {metrics['scale']:g} at the end; {seconds:.0f} s; "
+        f"steps for {metrics['effective_steps']:,.0f} effective ones, mean gain "
+        f"{mean_gain:.2f}, scale {metrics['scale']:g} at the end; {seconds:.0f} s; "
         f"{result.return_value['stopped']}"
     )
 
@@ -449,9 +449,8 @@ def _end_of(folder: str, train: Train) -> str | None:
         return None
     return (
         f"Run {split(folder)[1]!r} has ended: {state['stopped']}, "
-        f"{state['iterations']:,} optimizer steps for "
-        f"{state['effective_steps']:,.0f} effective ones of {total_steps:,}. Another "
-        "run needs another --name.\n"
+        f"{state['iterations']:,} optimizer steps for {state['effective_steps']:,.0f} "
+        f"effective ones of {total_steps:,}. Another run needs another --name.\n"
         f"Checkpoint: {found}"
     )
 

@@ -73,7 +73,8 @@ class Tune(OnRay):
 
         from ..search.tune import tune_recipe
 
-        workload, space = resolve(self.workload), self._space()
+        workload = resolve(self.workload)
+        space = self._space()
         name = self.name or unique_name(f"{file_and_function(self.workload)[0]}-search")
         try:
             # a search is long, and its result goes there at the end
@@ -123,9 +124,9 @@ class Tune(OnRay):
         if space is None:
             raise ValueError(
                 "No search space beside the workload: there is no param_space in "
-                f"{self.workload.rpartition(':')[0]}. Define "
-                "param_space = {...} there, as for ray.tune.Tuner, or name one with "
-                "--param-space FILE:NAME."
+                f"{self.workload.rpartition(':')[0]}. Define param_space = {{...}} "
+                "there, as for ray.tune.Tuner, or name one with --param-space "
+                "FILE:NAME."
             )
         return {**space, **self.hyperparameters} if isinstance(space, dict) else space
 

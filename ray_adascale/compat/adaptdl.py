@@ -101,13 +101,11 @@ class NoiseScale:
         ):
             raise RuntimeError(
                 f"One gradient sample a step at scale {self.scale:g} tells nothing of "
-                "the noise, which "
-                f"{type(adp.scaling_rule).__name__} needs. Make two passes of half the "
-                "size, the first one under "
-                "model.no_sync(), with AdaptiveDataParallel(..., batch_size=half of "
-                "it). Or use a rule that needs no noise: "
-                "LinearScale(), SqrtScale() or LEGWScale(...). A rule of your own that "
-                "needs none has needs_noise = False."
+                f"the noise, which {type(adp.scaling_rule).__name__} needs. Make two "
+                "passes of half the size, the first one under model.no_sync(), with "
+                "AdaptiveDataParallel(..., batch_size=half of it). Or use a rule that "
+                "needs no noise: LinearScale(), SqrtScale() or LEGWScale(...). A rule "
+                "of your own that needs none has needs_noise = False."
             )
         return StepPlan(
             workers=workers, passes=number, loss_divisor=1, given_scale=self.scale
@@ -156,7 +154,8 @@ class NoiseScale:
             )
             self.statistics.current.complete(scaled=True)
         self.forward_passes = 0
-        before, self.statistics.rule = self.statistics.rule, rule
+        before = self.statistics.rule
+        self.statistics.rule = rule
         try:
             return self.statistics.step(*args, **kwargs)
         finally:
@@ -283,9 +282,9 @@ class AdaptiveDataParallel(DistributedDataParallel):
         if not (dist.is_available() and dist.is_initialized()):
             raise ValueError(
                 "AdaptiveDataParallel needs a process group, also for one process. "
-                "Call torch.distributed.init_process_group() "
-                "first; alone: init_process_group('gloo', "
-                "store=torch.distributed.HashStore(), rank=0, world_size=1)."
+                "Call torch.distributed.init_process_group() first; alone: "
+                "init_process_group('gloo', store=torch.distributed.HashStore(), "
+                "rank=0, world_size=1)."
             )
         check_wrappable(optimizer)
         default = (
@@ -320,11 +319,9 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self.base_batch_size = base_batch_size
         self.scaling_rule = rule
         self.name = name
-        self._optimizer, self._lr_scheduler, self._mp_scaler = (
-            optimizer,
-            lr_scheduler,
-            mp_scaler,
-        )
+        self._optimizer = optimizer
+        self._lr_scheduler = lr_scheduler
+        self._mp_scaler = mp_scaler
         self.pass_reduces = True
         """Whether the backward pass of the last forward pass reduces gradients, and
         so completes a step.

@@ -96,9 +96,8 @@ def make_source(
         ):
             warn_at_user(
                 f"Each of the {len(dataset)} entries of the {type(dataset).__name__} "
-                "counts as one example, and has tensors of "
-                f"{rows} rows, as many as a batch. If they are batches, give "
-                "DataLoader(entries, batch_size=None)."
+                f"counts as one example, and has tensors of {rows} rows, as many as a "
+                "batch. If they are batches, give DataLoader(entries, batch_size=None)."
             )
         return MapSource(
             dataset,
@@ -112,8 +111,8 @@ def make_source(
     if sampler is not None:
         raise ValueError(
             f"Invalid sampler: a {type(dataset).__name__} has an order of its own. A "
-            "sampler needs a dataset with __getitem__ "
-            "and __len__; with a DataLoader, give its dataset (loader.dataset)."
+            "sampler needs a dataset with __getitem__ and __len__; with a DataLoader, "
+            "give its dataset (loader.dataset)."
         )
 
     if splits_change:
@@ -146,8 +145,8 @@ def make_source(
     elif collate_fn is not None:
         raise ValueError(
             f"Invalid collate_fn: a {type(dataset).__name__} yields batches that are "
-            "collated already. Give the"
-            " collate_fn to the data loader, or give the dataset itself."
+            "collated already. Give the collate_fn to the data loader, or give the "
+            "dataset itself."
         )
     elif (
         isinstance(dataset, DataLoader)
@@ -156,9 +155,8 @@ def make_source(
     ):
         warn_at_user(
             f"{split.world_size} workers were given a DataLoader with a {their}, which "
-            "does not depend on the rank: unless "
-            "each worker's dataset or seed is its own, all go through the same "
-            "examples. Give the dataset itself "
+            "does not depend on the rank: unless each worker's dataset or seed is its "
+            "own, all go through the same examples. Give the dataset itself "
             "(loader.dataset), which also resumes exactly, or a sampler such as "
             "DistributedSampler."
         )

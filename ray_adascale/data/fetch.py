@@ -48,9 +48,12 @@ class Examples:
     def __init__(
         self, dataset: Any, collate_fn: Callable[[list[Any]], Any], length: int
     ) -> None:
-        self._dataset, self._collate_fn, self._length = dataset, collate_fn, length
+        self._dataset = dataset
+        self._collate_fn = collate_fn
+        self._length = length
         # whether a batch is fetched epoch by epoch
-        self._epoch, self._splits = -1, False
+        self._epoch = -1
+        self._splits = False
 
     def __call__(self, position: int, indices: Tensor) -> Any:
         wanted: list[int] = indices.tolist()
@@ -63,15 +66,19 @@ class Examples:
                 for set_epoch in setters:
                     set_epoch(epoch)
             count = self._length - before if self._splits else len(wanted)
-            fetch, part = getattr(self._dataset, "__getitems__", None), wanted[:count]
+            fetch = getattr(self._dataset, "__getitems__", None)
+            part = wanted[:count]
             examples += (
                 fetch(part) if fetch else [self._dataset[index] for index in part]
             )
-            wanted, position = wanted[count:], position + count
+            wanted = wanted[count:]
+            position = position + count
         return self._collate_fn(examples)
 
 
-_ENTRIES, _OBJECTS, _ELEMENTS = 100, 10_000, 2**17
+_ENTRIES = 100
+_OBJECTS = 10_000
+_ELEMENTS = 2**17
 """Most entries of a list and objects of a dataset that are looked into, and (about)
 elements of an array that count.
 """
@@ -167,8 +174,8 @@ def stacked(examples: list[Any]) -> Any:
     with noted(
         lambda: (
             f"While {len(examples)} examples were made a batch, by torch's "
-            "default_collate: they must have equal shapes and "
-            "types. Give a collate_fn that pads them, or one for types of your own."
+            "default_collate: they must have equal shapes and types. Give a collate_fn "
+            "that pads them, or one for types of your own."
         )
     ):
         return default_collate(examples)

@@ -31,10 +31,8 @@ def even_size(split: BatchSplit) -> int:
     if rest:
         raise ValueError(
             f"Invalid global_batch_size={split.global_batch_size}: batches from an "
-            "iterable have one size, so it"
-            f" must be a multiple of {split.num_samples} "
-            f"(world_size={split.world_size} times"
-            f" accumulation={split.accumulation})."
+            f"iterable have one size, so it must be a multiple of {split.num_samples} "
+            f"(world_size={split.world_size} times accumulation={split.accumulation})."
         )
     return size
 
@@ -43,20 +41,18 @@ def fixed_batches(dataset: Any) -> str:
     """Return the error text for data with batches of a fixed size."""
     return (
         f"A {type(dataset).__name__} has batches of a fixed size, which can't change "
-        "while the run goes on. Leave "
-        "target_efficiency and batch_schedule out and choose per_worker_batch_size and "
-        "accumulation; or give a map-style "
-        "dataset, with __getitem__ and __len__ (of a DataLoader: loader.dataset)."
+        "while the run goes on. Leave target_efficiency and batch_schedule out and "
+        "choose per_worker_batch_size and accumulation; or give a map-style dataset, "
+        "with __getitem__ and __len__ (of a DataLoader: loader.dataset)."
     )
 
 
 _COUNTED = (
     "They are counted by the first dimension of a batch's first tensor, array or "
-    "sequence, also within tuples, lists and "
-    "mappings. If yours is another, as in (sequence, batch) layouts and in graphs, "
-    "give the dataset itself with __getitem__ and "
-    "__len__ (of a DataLoader: loader.dataset) and the collate_fn: then batches are "
-    "made here, and counted as they are made."
+    "sequence, also within tuples, lists and mappings. If yours is another, as in "
+    "(sequence, batch) layouts and in graphs, give the dataset itself with __getitem__ "
+    "and __len__ (of a DataLoader: loader.dataset) and the collate_fn: then batches "
+    "are made here, and counted as they are made."
 )
 """What to do where batches can't be counted, as the end of an error message."""
 
@@ -102,9 +98,8 @@ class IterableSource(BatchSource):
         if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
             raise ValueError(
                 f"Invalid batches of type {type(batches).__name__}. Must be iterable, "
-                "and start anew at each iter(): a"
-                " DataLoader, also DataLoader(batches, batch_size=None), an "
-                "IterableDataset, or an object with __iter__."
+                "and start anew at each iter(): a DataLoader, also DataLoader(batches, "
+                "batch_size=None), an IterableDataset, or an object with __iter__."
             )
         self.split = split
         self.batch_size = even_size(split)
@@ -146,14 +141,16 @@ class IterableSource(BatchSource):
             if self._ended
             else f"{self._batches_in_pass} batches so far"
         )
-        told, self._unequal, self.compared = self._unequal, True, 0
+        told = self._unequal
+        self._unequal = True
+        self.compared = 0
         if told:  # the next step's numbers were on their way
             return
         warn_on_first_worker(
             f"A pass over the data has {how}. A worker with fewer batches repeats "
-            "them, so its examples count more. Give all "
-            "workers equally many: share out the data by examples, or end each pass "
-            "(itertools.islice) after the fewest."
+            "them, so its examples count more. Give all workers equally many: share "
+            "out the data by examples, or end each pass (itertools.islice) after the "
+            "fewest."
         )
 
     def own_state(self) -> Tensor | None:
@@ -177,10 +174,9 @@ class IterableSource(BatchSource):
         if position > 0:
             warn_at_user(
                 f"The run resumes after {position} examples, but an iterable cannot be "
-                "resumed in mid-epoch: it"
-                " restarts at its epoch's start, so some examples are seen again and "
-                "others not. Only map-style"
-                " datasets resume exactly."
+                "resumed in mid-epoch: it restarts at its epoch's start, so some "
+                "examples are seen again and others not. Only map-style datasets "
+                "resume exactly."
             )
         # Back to the epoch's start, so that epochs count whole passes.
         self.position = (
@@ -188,21 +184,17 @@ class IterableSource(BatchSource):
         )
 
     def _endless(self, first_pass: int) -> Generator[MicroBatch, None, None]:
-        weight, last = (
-            self.batch_size / self.split.global_batch_size,
-            self.split.accumulation - 1,
-        )
+        weight = self.batch_size / self.split.global_batch_size
+        last = self.split.accumulation - 1
         pass_index = itertools.cycle(range(last + 1))
         for number in itertools.count(first_pass):
             for set_epoch in epoch_setters(self._batches):
                 set_epoch(number)
             iterator = iter(self._batches)
             seen = usable = 0
-            self._pass, continued, self._loaded_pass = (
-                number,
-                number == self._loaded_pass,
-                None,
-            )
+            self._pass = number
+            continued = number == self._loaded_pass
+            self._loaded_pass = None
             self._batches_in_pass = 0
             for batch in iterator:
                 seen += 1
@@ -210,22 +202,20 @@ class IterableSource(BatchSource):
                     self._batches_in_pass = usable = usable + 1
                     i = next(pass_index)
                     yield MicroBatch(batch, self.batch_size, weight, i, i == last)
-            self._ended, self.compared = usable, 0 if self._unequal else usable
+            self._ended = usable
+            self.compared = 0 if self._unequal else usable
             if iterator is self._batches:
                 raise ValueError(
                     f"The data ended after {seen} batches and cannot be restarted, "
-                    "since it is a one-shot iterator"
-                    f" ({type(iterator).__name__}). Give an iterable that starts anew "
-                    "at each iter(), such as a"
-                    " DataLoader, or an object whose __iter__ is the generator "
-                    "function."
+                    f"since it is a one-shot iterator ({type(iterator).__name__}). "
+                    "Give an iterable that starts anew at each iter(), such as a "
+                    "DataLoader, or an object whose __iter__ is the generator function."
                 )
             if usable == 0 and not continued:  # a place may be the end of a pass
                 raise ValueError(
                     f"A whole pass over the data gave no batch of {self.batch_size} "
-                    f"examples ({seen} batches of other"
-                    " sizes). Give this worker more data, or batches of that size. "
-                    f"{_COUNTED}"
+                    f"examples ({seen} batches of other sizes). Give this worker more "
+                    f"data, or batches of that size. {_COUNTED}"
                 )
 
     def _fits(self, batch: Any, others: int) -> bool:
@@ -252,17 +242,17 @@ class IterableSource(BatchSource):
         ):
             raise ValueError(
                 f"A batch has {examples} examples, and must have {self.batch_size}: "
-                "batches must be of one size, because the "
-                "gain compares their gradients. Use a batch sampler of a fixed number "
-                f"of examples. {_COUNTED}"
+                "batches must be of one size, because the gain compares their "
+                "gradients. Use a batch sampler of a fixed number of examples. "
+                f"{_COUNTED}"
             )
         if not self._warned:
             self._warned = True
             warn_at_user(
                 "Skipping the shorter last batch of each pass over the data "
-                f"({examples} of {self.batch_size} examples): the "
-                "global batch size must stay constant. drop_last=True in the data "
-                "loader avoids this warning."
+                f"({examples} of {self.batch_size} examples): the global batch size "
+                "must stay constant. drop_last=True in the data loader avoids this "
+                "warning."
             )
         return False
 

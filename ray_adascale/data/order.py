@@ -245,10 +245,9 @@ class ExampleStream:
         if self.order.drop_last and split.global_batch_size > self.length:
             raise ValueError(
                 f"Invalid global_batch_size={split.global_batch_size} with "
-                f"drop_last=True: an epoch has {self.length} "
-                "examples, so every batch would be dropped. Use drop_last=False, which "
-                "runs on into the next epoch, or a "
-                "smaller batch."
+                f"drop_last=True: an epoch has {self.length} examples, so every batch "
+                "would be dropped. Use drop_last=False, which runs on into the next "
+                "epoch, or a smaller batch."
             )
         self._split = split
 
@@ -261,7 +260,8 @@ class ExampleStream:
         """Yield this worker's micro-batches from ``position`` on, without end, by
         the split at the first request.
         """
-        split, batch = self.split, self.split.global_batch_size
+        split = self.split
+        batch = self.split.global_batch_size
         pieces = list(
             zip(split.micro_batch_starts, split.micro_batch_sizes, strict=True)
         )
@@ -285,7 +285,8 @@ class ExampleStream:
         """Return the dataset's indices of a micro-batch's examples: int64 of shape
         ``(examples,)``.
         """
-        position, end = part.position, part.position + part.examples
+        position = part.position
+        end = part.position + part.examples
         pieces: list[Tensor] = []
         while position < end:
             epoch, before = divmod(position, self.length)

@@ -23,9 +23,8 @@ of its examples.
 
 _REMEDY = (
     "Let it draw from torch's, Python's or NumPy's global generator, or from a "
-    "torch.Generator that is its attribute .generator: "
-    "they are seeded by (seed, epoch). If it counts epochs, give it set_epoch(epoch) "
-    "instead."
+    "torch.Generator that is its attribute .generator: they are seeded by (seed, "
+    "epoch). If it counts epochs, give it set_epoch(epoch) instead."
 )
 
 
@@ -59,10 +58,12 @@ class SampledOrder:
         ):
             raise ValueError(
                 f"Invalid sampler: {kind_of(sampling)} draws one worker's share. Give "
-                "a sampler of all examples, which is shared "
-                "out here, or none for a shuffled order."
+                "a sampler of all examples, which is shared out here, or none for a "
+                "shuffled order."
             )
-        self._sampling, self._size, self._seed = sampling, size, seed
+        self._sampling = sampling
+        self._size = size
+        self._seed = seed
         self.name = getattr(sampling, "__qualname__", type(sampling).__qualname__)
         self._digests: dict[int, int] = {}  # by epoch, as are these of before a resume:
         self._saved: dict[int, int] = {}
@@ -82,16 +83,16 @@ class SampledOrder:
             if not torch.equal(indices, self._draw(epoch)):
                 self.refuse(
                     f"yields another order of epoch {epoch} each time, so a resumed "
-                    "run would repeat examples and leave others "
-                    "out. It has random numbers of its own, or counts its epochs"
+                    "run would repeat examples and leave others out. It has random "
+                    "numbers of its own, or counts its epochs"
                 )
             self._epoch = epoch, indices
             self._digests[epoch] = digest = digest_of(indices)
             if self._saved.get(epoch, digest) != digest:
                 warn_on_first_worker(
                     f"The sampler {self.name} yields another order of epoch {epoch} "
-                    "than before the checkpoint, so some examples "
-                    f"come twice in this epoch, and others not. {_REMEDY}"
+                    "than before the checkpoint, so some examples come twice in this "
+                    f"epoch, and others not. {_REMEDY}"
                 )
         return self._epoch[1]
 
@@ -132,8 +133,8 @@ class SampledOrder:
             elif not hasattr(sampler, "__len__"):
                 raise ValueError(
                     f"Invalid sampler: {kind_of(sampler)} has no length, so its epochs "
-                    "can't be counted. Give it a __len__, or "
-                    "give a function from an epoch to a list of indices."
+                    "can't be counted. Give it a __len__, or give a function from an "
+                    "epoch to a list of indices."
                 )
             else:
                 if callable(getattr(sampler, "set_epoch", None)):
@@ -155,8 +156,7 @@ class SampledOrder:
         if self.length and len(indices) != self.length:
             raise ValueError(
                 f"Invalid sampler: {self.name} yields {len(indices)} indices in epoch "
-                f"{epoch} and {self.length} in epoch 0. T "
-                "counts epochs of one length."
+                f"{epoch} and {self.length} in epoch 0. T counts epochs of one length."
             )
         if (
             len(indices)
@@ -164,7 +164,7 @@ class SampledOrder:
         ):
             raise ValueError(
                 f"Invalid sampler: {self.name} yields indices from "
-                f"{int(indices.min())} to {int(indices.max())} in epoch "
-                f"{epoch}, and the dataset has {self._size} examples."
+                f"{int(indices.min())} to {int(indices.max())} in epoch {epoch}, and "
+                f"the dataset has {self._size} examples."
             )
         return indices

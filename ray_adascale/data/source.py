@@ -177,10 +177,9 @@ class BatchSource(abc.ABC):
             if name not in state_dict or state_dict[name] != value:
                 raise ValueError(
                     f"The checkpoint was written with {name}={state_dict.get(name)!r} "
-                    "in its data state, this run has"
-                    f" {name}={value!r}. The order of examples would change: use the "
-                    "same dataset and settings, or begin a"
-                    " new run, under another name."
+                    f"in its data state, this run has {name}={value!r}. The order of "
+                    "examples would change: use the same dataset and settings, or "
+                    "begin a new run, under another name."
                 )
         self._resume(position)
 
@@ -240,7 +239,8 @@ class MapSource(BatchSource):
             else (self._sampled.length, self._sampled.indices)
         )
         self.sampler = ExampleStream(drawn[0], split, order, epoch_indices=drawn[1])
-        self.length, self._drop_last = self.sampler.length, order.drop_last
+        self.length = self.sampler.length
+        self._drop_last = order.drop_last
         self._fetch: Fetch = Examples(
             dataset, stacked if collate_fn is None else collate_fn, self.length
         )
@@ -308,9 +308,9 @@ class MapSource(BatchSource):
         if len(self._dataset) != self._size:
             raise ValueError(
                 f"The dataset has {len(self._dataset)} examples in epoch {self.epoch}, "
-                f"and had {self._size} when the run was "
-                "built. Build a new run with it: Run(..., starting_step=...). Or give "
-                "data without a length, and dataset_length=."
+                f"and had {self._size} when the run was built. Build a new run with "
+                "it: Run(..., starting_step=...). Or give data without a length, and "
+                "dataset_length=."
             )
 
     def commit(self) -> None:
@@ -446,7 +446,8 @@ def _check_size(batch: Any, size: int) -> None:
     Raises:
         ValueError: All tensors of the batch have the same and too small length.
     """
-    lengths, found = set[int](), False
+    lengths = set[int]()
+    found = False
 
     def look(part: Any) -> None:
         nonlocal found
@@ -466,10 +467,9 @@ def _check_size(batch: Any, size: int) -> None:
     if not found and len(lengths) == 1 and max(lengths) < size:
         raise ValueError(
             f"collate_fn returned a batch of {max(lengths)} examples for a micro-batch "
-            f"of {size}, and the gradients would have "
-            "wrong weights. It must return as many examples as it gets: put another "
-            "example in place of an unreadable one, "
-            "or leave those out of the dataset (torch.utils.data.Subset)."
+            f"of {size}, and the gradients would have wrong weights. It must return as "
+            "many examples as it gets: put another example in place of an unreadable "
+            "one, or leave those out of the dataset (torch.utils.data.Subset)."
         )
 
 

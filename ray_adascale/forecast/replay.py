@@ -30,7 +30,9 @@ from ..optim.rules import RuleInput, ScalingRule, betas_of, make_rule
 from ..recipe import NoiseProbe, Recipe, smoothing_width
 
 # grid of a smoothed curve: 160 of its 400 points lie in the first 8 %
-_EARLY, _EARLY_POINTS, _POINTS = 0.08, 160, 400
+_EARLY = 0.08
+_EARLY_POINTS = 160
+_POINTS = 400
 _BATCH = 2_000_000  # weights computed at once
 _MOST_RATIO = 3.0  # largest q: the gain hardly depends on larger ones
 
@@ -91,11 +93,12 @@ class NoiseCurve:
         if not rows:
             raise ValueError(
                 "There are no noise probes to forecast from. Search again with "
-                "confirm=True, as is the default, or record a base "
-                "run with record_recipe."
+                "confirm=True, as is the default, or record a base run with "
+                "record_recipe."
             )
         points = np.array(rows, dtype=np.float64)
-        first, last = points[0, 0], points[-1, 0]
+        first = points[0, 0]
+        last = points[-1, 0]
         early = min(max(_EARLY * total_steps, first), last)
         tau = np.unique(
             np.concatenate(
@@ -110,7 +113,8 @@ class NoiseCurve:
         broad = _local_lines(
             points, tau, np.full_like(tau, smoothing_width(total_steps, total_steps))
         )
-        sigma2, mu2 = broad[:, 0].clip(min=0), broad[:, 1].clip(min=0)
+        sigma2 = broad[:, 0].clip(min=0)
+        mu2 = broad[:, 1].clip(min=0)
         ratio = np.where(
             mu2 >= _MOST_RATIO * sigma2,
             _MOST_RATIO,
@@ -154,7 +158,9 @@ def _local_lines(points: np.ndarray, at: np.ndarray, width: np.ndarray) -> np.nd
     for i in range(0, len(at), rows):
         x = points[:, 0] - at[i : i + rows, None]
         weight = np.exp(-0.5 * (x / width[i : i + rows, None]) ** 2)
-        s0, s1, s2 = weight.sum(1), (weight * x).sum(1), (weight * x * x).sum(1)
+        s0 = weight.sum(1)
+        s1 = (weight * x).sum(1)
+        s2 = (weight * x * x).sum(1)
         determinant = s0 * s2 - s1 * s1
         mean = weight @ points[:, 1:] / s0[:, None]
         # a single probe within reach: use its value
@@ -183,7 +189,8 @@ def noise_curves(recipe: Recipe) -> list[NoiseCurve]:
     ]
 
 
-BETAS_CALM, BETAS_SHAKE = 0.0, 4.0
+BETAS_CALM = 0.0
+BETAS_SHAKE = 4.0
 """:attr:`Law.calm` and :attr:`Law.shake` under a rule for betas, where m is a β1."""
 
 
@@ -366,11 +373,18 @@ def replay(
     at = np.arange(math.ceil(length)) * stride
     sigma2, mu2 = (values.tolist() for values in curve.at(at))
     ratio = curve.ratio_at(at).tolist()
-    variance, square, weight = 0.0, 0.0, 0.0
-    tau, progress, r, factor = 0.0, 0.0, 1.0, 1.0
+    variance = 0.0
+    square = 0.0
+    weight = 0.0
+    tau = 0.0
+    progress = 0.0
+    r = 1.0
+    factor = 1.0
     taus: list[float] = []
     gains: list[float] = []
-    pushed, moved = 0.0, 0.0  # u and p of the law
+    # u and p of the law
+    pushed = 0.0
+    moved = 0.0
     betas = betas_of(advance)
     power = 0.0 if betas is None or law is None else law.power_of(betas)
     if power == 0:
@@ -409,11 +423,13 @@ def replay(
             law_of_step = law.under_betas(betas.exponent(increment) ** power)
         taus.append(tau * stride)
         gains.append(r)
-        tau, progress = advanced(tau, increment), advanced(progress, r)
+        tau = advanced(tau, increment)
+        progress = advanced(progress, r)
         if follower is not None:
             plans.append(follower.plan)
             read = functools.partial(_clipped, variance, square, weight)
-            stepped_at, scale = scale, follower.next_plan(tau * stride, read).scale
+            stepped_at = scale
+            scale = follower.next_plan(tau * stride, read).scale
         pushed = momentum * pushed + (1 - momentum) * r
         moved += pushed
     return PredictedRun(
@@ -552,7 +568,8 @@ class Forecaster:
             for curve in self._curves
         ]
         steps = [one.exact_steps for one in replays]
-        low, high = min(steps), max(steps)
+        low = min(steps)
+        high = max(steps)
         if self.measures:
             scales = [plan.scale for one in replays for plan in one.plans] or [scale]
             factor = math.exp(
@@ -564,8 +581,6 @@ class Forecaster:
                 self._recipe.total_steps / self._clock_at(gain, max(scales))
                 for gain in (1.0, max(scales))
             )
-            low, high = (
-                min(low, max(low / factor, possible[0])),
-                max(high, min(high * factor, possible[1])),
-            )
+            low = min(low, max(low / factor, possible[0]))
+            high = max(high, min(high * factor, possible[1]))
         return StepForecast(replays[0], max(low, 1.0), max(high, 1.0))

@@ -80,9 +80,8 @@ def prepare(
     if accelerator.distributed_type not in _PLAIN:
         raise ValueError(
             f"Accelerate's {accelerator.distributed_type} is not supported: each "
-            "worker must have the whole model. Use "
-            "plain data parallelism (accelerate launch --multi_gpu, or --cpu), or "
-            "ray_adascale.Run with its own sharding."
+            "worker must have the whole model. Use plain data parallelism (accelerate "
+            "launch --multi_gpu, or --cpu), or ray_adascale.Run with its own sharding."
         )
     for name, given, prepared in (
         ("optimizer", optimizer, AcceleratedOptimizer),
@@ -91,9 +90,8 @@ def prepare(
         if isinstance(given, prepared):
             raise ValueError(
                 f"Invalid {name}: an {prepared.__name__}, which accelerator.prepare() "
-                f"returned. Pass the bare {name}: this "
-                "function wraps it in AdaScale first, and then calls "
-                "accelerator.prepare() itself."
+                f"returned. Pass the bare {name}: this function wraps it in AdaScale "
+                "first, and then calls accelerator.prepare() itself."
             )
     batch = getattr(dataloader, "batch_size", None) or getattr(
         dataloader.batch_sampler, "batch_size", None

@@ -68,7 +68,8 @@ def with_clients_batch(
         "per_worker_batch_size": per_worker_batch_size,
     }
     for name, (theirs, setting) in clients.items():
-        mine, default = getattr(config, name), getattr(AdaScaleConfig, name)
+        mine = getattr(config, name)
+        default = getattr(AdaScaleConfig, name)
         if theirs is not None and mine not in (default, theirs):
             raise ValueError(
                 f"Invalid AdaScaleConfig({name}={mine}). Must be {theirs}, as "
@@ -125,10 +126,9 @@ def follow_batch(
     if batch < plan.base_batch_size:
         raise ValueError(
             f"The batch is now {batch} examples ({per_worker_batch_size} per worker × "
-            f"{plan.workers} workers × {passes} "
-            f"passes), fewer than the base batch size of {plan.base_batch_size}, so "
-            "the scale would be below 1. Use more passes "
-            "or more workers."
+            f"{plan.workers} workers × {passes} passes), fewer than the base batch "
+            f"size of {plan.base_batch_size}, so the scale would be below 1. Use more "
+            "passes or more workers."
         )
     schedule.plan = plan = replace(plan, passes=passes, global_batch_size=batch)
     adascale.set_plan(plan)
@@ -175,7 +175,8 @@ class StepLog:
         self._examples, self._since = 0, time.monotonic()
         # False for a call of step() that only creates the optimizer's state
         self._counts = True
-        self._lr, self._tau = schedule.get_last_lr()[0], schedule.effective_steps
+        self._lr = schedule.get_last_lr()[0]
+        self._tau = schedule.effective_steps
         self._update()
         self._adascale.register_step_pre_hook(lambda *_: self._before())
         self._adascale.register_step_post_hook(lambda *_: self._after())
@@ -278,10 +279,8 @@ class StepLog:
         trace.first = {"optimizer": class_name(largest_part(self._adascale.wrapped))}
         before = [row for row in joined(files_of(folder)) if row["step"] < number]
         if before:
-            self._progress, self._position = (
-                before[-1]["progress"],
-                before[-1]["position"],
-            )
+            self._progress = before[-1]["progress"]
+            self._position = before[-1]["position"]
         # No rows of earlier steps: assume the batch of this step and AdaScale's rule
         # for all of them.
         elif number > 1:
@@ -334,7 +333,8 @@ class RecipeRecorder:
             ValueError: The run is no base run.
         """
         self.check_base_run(schedule)
-        self._schedule, self._config = schedule, config
+        self._schedule = schedule
+        self._config = config
         self._momentum = momentum_of(parts_of(schedule)[0].wrapped)
 
     def check_base_run(self, schedule: TauSchedule) -> None:
@@ -348,9 +348,8 @@ class RecipeRecorder:
         if plan.scale != 1 or plan.num_samples != 1:
             raise ValueError(
                 "A recipe can be recorded of a base run only, with one worker and one "
-                "pass at the base batch; this one has "
-                f"scale {plan.scale:g}, {plan.workers} workers and {plan.passes} "
-                "passes."
+                f"pass at the base batch; this one has scale {plan.scale:g}, "
+                f"{plan.workers} workers and {plan.passes} passes."
             )
 
     def before_step(self, model: nn.Module, batch: Any) -> None:
@@ -404,16 +403,15 @@ class RecipeRecorder:
         ):
             tau = 0.0 if self._schedule is None else self._schedule.effective_steps
             raise ValueError(
-                "The base run has not reached its total steps: it is at effective "
-                f"step {tau:g}."
+                "The base run has not reached its total steps: it is at effective step "
+                f"{tau:g}."
             )
         if self._noise and self._noise[0].effective_steps > 0:
             warn_at_user(
                 f"The noise before effective step {self._noise[0].effective_steps:g} "
-                "was not recorded, because this process "
-                "resumed the run there. A forecast from this recipe uses the noise of "
-                "that step for the steps before. Record a "
-                "whole run for a better one."
+                "was not recorded, because this process resumed the run there. A "
+                "forecast from this recipe uses the noise of that step for the steps "
+                "before. Record a whole run for a better one."
             )
         return freeze(
             BaseResult(

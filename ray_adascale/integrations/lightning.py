@@ -96,13 +96,11 @@ class AdaScaleCallback(Callback):
         log: bool = True,
     ) -> None:
         self.schedule: TauSchedule | None = None
-        self._config, self._recipe, self._trace, self._recorder, self._log = (
-            config,
-            recipe,
-            trace,
-            recorder,
-            log,
-        )
+        self._config = config
+        self._recipe = recipe
+        self._trace = trace
+        self._recorder = recorder
+        self._log = log
         self._steps: StepLog | None = None
         self._batch_idx = 0
         self._warned_within_step = False
@@ -129,9 +127,9 @@ class AdaScaleCallback(Callback):
                 "This AdaScaleCallback has trained before, to effective step "
                 f"{self.schedule.effective_steps:.0f} of "
                 f"{self.schedule.base_schedule.total_steps}. A second fit() would "
-                "begin the schedule anew, on trained weights. "
-                "To resume, call fit(..., ckpt_path=...). To train anew, build a new "
-                "module, a new callback and a new Trainer."
+                "begin the schedule anew, on trained weights. To resume, call fit(..., "
+                "ckpt_path=...). To train anew, build a new module, a new callback and "
+                "a new Trainer."
             )
         trainer.fit_loop.setup_data()
         loader: Any = trainer.train_dataloader
@@ -265,7 +263,8 @@ class AdaScaleCallback(Callback):
             self._losses.append(outputs["loss"].detach() * divisor)
         if not self._adascale.at_boundary:
             return
-        losses, self._losses = self._losses, []
+        losses = self._losses
+        self._losses = []
         if losses:
             self._steps.record(loss=float(torch.stack(losses).mean()))
         if self._log:
@@ -290,13 +289,11 @@ class AdaScaleCallback(Callback):
         if trainer.is_global_zero:
             warn_at_user(
                 f"A checkpoint was saved after batch {self._batch_idx + 1} of an "
-                "epoch, between the "
-                f"{trainer.accumulate_grad_batches} passes of an optimizer step. It "
-                "has the state of the step before. A resume "
-                "from it drops the passes after that step, as Lightning does, and its "
-                "first step has those that are left. To "
-                "avoid this, make val_check_interval a multiple of "
-                "accumulate_grad_batches."
+                f"epoch, between the {trainer.accumulate_grad_batches} passes of an "
+                "optimizer step. It has the state of the step before. A resume from it "
+                "drops the passes after that step, as Lightning does, and its first "
+                "step has those that are left. To avoid this, make val_check_interval "
+                "a multiple of accumulate_grad_batches."
             )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -305,21 +302,20 @@ class AdaScaleCallback(Callback):
         schedule = self.schedule
         if schedule is None or not trainer.is_global_zero or trainer.fast_dev_run:
             return
-        tau, total = schedule.effective_steps, schedule.base_schedule.total_steps
+        tau = schedule.effective_steps
+        total = schedule.base_schedule.total_steps
         if not schedule.finished:
             warn_at_user(
                 f"Training ended at effective step {tau:.0f} of {total}, before the "
-                "schedule's end: "
-                f"max_epochs={trainer.max_epochs}, max_steps={trainer.max_steps}, or "
-                "training was stopped. Set max_epochs=-1: "
-                "this callback stops at T."
+                f"schedule's end: max_epochs={trainer.max_epochs}, "
+                f"max_steps={trainer.max_steps}, or training was stopped. Set "
+                "max_epochs=-1: this callback stops at T."
             )
         elif self._steps_at_end > 1:
             warn_at_user(
                 f"Training ended at effective step {tau:.0f}, {self._steps_at_end - 1} "
-                "optimizer steps after the schedule's end "
-                f"at {total}: Lightning went on after should_stop was set "
-                f"(min_epochs={trainer.min_epochs}, "
+                f"optimizer steps after the schedule's end at {total}: Lightning went "
+                f"on after should_stop was set (min_epochs={trainer.min_epochs}, "
                 f"min_steps={trainer.min_steps}, or a callback that clears it). They "
                 "had the schedule's last learning rate."
             )
@@ -368,8 +364,8 @@ def _unit_of(scheduler: Any, config: AdaScaleConfig, recipe: Recipe | None) -> A
             "The scheduler of configure_optimizers has "
             f"frequency={scheduler.frequency}, which Lightning counts in batches or "
             "epochs of this run; the schedule counts those of the base run. Leave "
-            "frequency out and put it into the scheduler: "
-            f"LambdaLR(optimizer, lambda i: factor(i // {scheduler.frequency})), or "
+            "frequency out and put it into the scheduler: LambdaLR(optimizer, lambda "
+            f"i: factor(i // {scheduler.frequency})), or "
             f"StepLR(step_size={scheduler.frequency})."
         )
     return unit
@@ -392,10 +388,9 @@ def _check_minimum(trainer: Trainer, schedule: TauSchedule) -> None:
         if steps > fewest:
             raise ValueError(
                 f"Trainer({name}={getattr(trainer, name)}) makes Lightning train for "
-                f"at least {steps:g} optimizer steps. The "
-                f"schedule may end after {fewest}, at {total} effective steps and "
-                f"scale {schedule.plan.scale:g}. Leave {name} "
-                "out: training ends at T."
+                f"at least {steps:g} optimizer steps. The schedule may end after "
+                f"{fewest}, at {total} effective steps and scale "
+                f"{schedule.plan.scale:g}. Leave {name} out: training ends at T."
             )
 
 
@@ -404,9 +399,8 @@ def _check(trainer: Trainer) -> None:
     if not isinstance(strategy, DDPStrategy | SingleDeviceStrategy):
         raise ValueError(
             f"Lightning's {type(strategy).__name__} is not supported: each worker must "
-            "have the whole model. Use "
-            "strategy='ddp' (RayDDPStrategy on Ray). For a model that is sharded with "
-            "fully_shard use ray_adascale.Run and "
+            "have the whole model. Use strategy='ddp' (RayDDPStrategy on Ray). For a "
+            "model that is sharded with fully_shard use ray_adascale.Run and "
             "AdaScaleConfig(sharding='fsdp2')."
         )
     for callback in trainer.callbacks:
@@ -425,6 +419,5 @@ def _check(trainer: Trainer) -> None:
     if len(trainer.lr_scheduler_configs) > 1:
         raise ValueError(
             f"configure_optimizers returned {len(trainer.lr_scheduler_configs)} "
-            "schedulers. Combine them into one, with "
-            "SequentialLR or ChainedScheduler."
+            "schedulers. Combine them into one, with SequentialLR or ChainedScheduler."
         )

@@ -109,7 +109,9 @@ class AdaScaleMixin(_Base):
         super().__init__(*args, **kwargs)
         self.args: Any = copy.copy(self.args)  # a copy, because this class changes it
         self.schedule: TauSchedule | None = None
-        self._recipe, self._trace, self._recorder = recipe, trace, recorder
+        self._recipe = recipe
+        self._trace = trace
+        self._recorder = recorder
         self._steps: StepLog | None = None
         self._forecast: PredictedRun | None = None
         self._normalises: bool | None = None
@@ -118,16 +120,14 @@ class AdaScaleMixin(_Base):
         if self.args.n_gpu > 1:
             raise ValueError(
                 f"The Trainer would use DataParallel on {self.args.n_gpu} GPUs in one "
-                "process. Start one process per GPU "
-                "(torchrun, accelerate launch), or hide the others "
-                "(CUDA_VISIBLE_DEVICES)."
+                "process. Start one process per GPU (torchrun, accelerate launch), or "
+                "hide the others (CUDA_VISIBLE_DEVICES)."
             )
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             raise ValueError(
                 "DeepSpeed and FSDP under the Trainer are not supported: each worker "
-                "must have the whole model. Train with "
-                "DistributedDataParallel, or with ray_adascale.Run and its own "
-                "sharding."
+                "must have the whole model. Train with DistributedDataParallel, or "
+                "with ray_adascale.Run and its own sharding."
             )
         config = with_clients_batch(
             adascale,
@@ -185,7 +185,9 @@ class AdaScaleMixin(_Base):
             self._recipe,
             grad_scaler=self.accelerator.scaler,
         )
-        self.optimizer, self.lr_scheduler, self.schedule = adascale, schedule, schedule
+        self.optimizer = adascale
+        self.lr_scheduler = schedule
+        self.schedule = schedule
         self._steps = StepLog(schedule, self._trace)
         if self._recorder is not None:
             self._recorder.reset()
@@ -197,7 +199,8 @@ class AdaScaleMixin(_Base):
 
     def _per_worker_batch_size(self) -> int:
         """Return the examples of a pass on one worker by the Trainer's arguments."""
-        passes, workers = self.args.gradient_accumulation_steps, self.args.world_size
+        passes = self.args.gradient_accumulation_steps
+        workers = self.args.world_size
         batch = self.get_total_train_batch_size(self.args) // (passes * workers)
         return batch // workers if self.accelerator.split_batches else batch
 
@@ -219,16 +222,16 @@ class AdaScaleMixin(_Base):
             if schedule.finished:
                 raise ValueError(
                     "This trainer has reached the end of its schedule: effective step "
-                    f"{tau:.0f} of {self._total_steps}. A "
-                    "second train() would go on beyond it. To train these weights by "
-                    "another schedule, build a new trainer."
+                    f"{tau:.0f} of {self._total_steps}. A second train() would go on "
+                    "beyond it. To train these weights by another schedule, build a "
+                    "new trainer."
                 )
             if self.is_world_process_zero() and tau > 0:
                 warn_at_user(
                     f"train() goes on at effective step {tau:.0f} of "
-                    f"{self._total_steps}, with the statistics and the optimizer "
-                    "state of the previous train(), and data from the beginning of an "
-                    "epoch. Build a new trainer to begin anew."
+                    f"{self._total_steps}, with the statistics and the optimizer state "
+                    "of the previous train(), and data from the beginning of an epoch. "
+                    "Build a new trainer to begin anew."
                 )
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
@@ -265,9 +268,9 @@ class AdaScaleMixin(_Base):
         if made not in (None, wanted) and self.is_world_process_zero():
             warn_at_user(
                 f"The dataloader makes batches of {made} examples, and the arguments "
-                f"say {wanted}. The scale is that of the "
-                f"arguments. Unless each pass uses {wanted} of the {made} examples, "
-                f"set per_device_train_batch_size={made}."
+                f"say {wanted}. The scale is that of the arguments. Unless each pass "
+                f"uses {wanted} of the {made} examples, set "
+                f"per_device_train_batch_size={made}."
             )
         if self._recorder is not None:
             self._recorder.begin(self.schedule, self._config)
@@ -275,8 +278,7 @@ class AdaScaleMixin(_Base):
             warn_at_user(
                 "The checkpoint is at effective step "
                 f"{self.schedule.effective_steps:.0f} of {self._total_steps}, the "
-                "schedule's "
-                "end: nothing is trained."
+                "schedule's end: nothing is trained."
             )
         return self.schedule.finished
 
@@ -307,11 +309,10 @@ class AdaScaleMixin(_Base):
                     self._warned_of_dropped = True
                     warn_at_user(
                         f"The last {len(batches)} batches of an epoch make no whole "
-                        "step of "
-                        f"{self.args.gradient_accumulation_steps} passes, and are left "
-                        "out: the data has no length, so the "
-                        "Trainer does not step there. It would add their gradients to "
-                        "the next epoch's first step."
+                        f"step of {self.args.gradient_accumulation_steps} passes, and "
+                        "are left out: the data has no length, so the Trainer does not "
+                        "step there. It would add their gradients to the next epoch's "
+                        "first step."
                     )
                 return [], None
             self._adascale.expect_passes(len(batches))
@@ -326,10 +327,8 @@ class AdaScaleMixin(_Base):
         """Return the weight w of each pass: its tokens over those of the step on all
         workers, as the Trainer counts them.
         """
-        over_workers, self.args.average_tokens_across_devices = (
-            self.args.average_tokens_across_devices,
-            False,
-        )
+        over_workers = self.args.average_tokens_across_devices
+        self.args.average_tokens_across_devices = False
         taken = super().get_batch_samples
         try:  # count as the Trainer does, but on this worker alone
             counts = [taken(iter([batch]), 1, device)[1] for batch in batches]
@@ -387,8 +386,8 @@ class AdaScaleMixin(_Base):
         if 0 < uses < seen:
             raise ValueError(
                 f"The loss of {type(self.model).__name__} is divided by "
-                f"num_items_in_batch on {uses} of {seen} workers. Must be "
-                "on all of them or on none."
+                f"num_items_in_batch on {uses} of {seen} workers. Must be on all of "
+                "them or on none."
             )
         return None if seen == 0 else uses > 0
 
@@ -399,16 +398,13 @@ class AdaScaleMixin(_Base):
         Raises:
             ValueError: The Trainer's own settings prevent it.
         """
-        workers, passes = (
-            self.accelerator.num_processes,
-            self.args.gradient_accumulation_steps,
-        )
+        workers = self.accelerator.num_processes
+        passes = self.args.gradient_accumulation_steps
         factor = passes * (workers if self.args.average_tokens_across_devices else 1)
         ignores = (
             f"{type(self.model).__name__} ignores its argument num_items_in_batch: its "
-            "loss is a mean over each pass, but "
-            "the Trainer expects a sum over the pass, divided by the number of tokens "
-            "of the step. "
+            "loss is a mean over each pass, but the Trainer expects a sum over the "
+            "pass, divided by the number of tokens of the step. "
         )
         # A newer attribute of the Trainer, by which a subclass fixes the answer.
         if (
@@ -417,18 +413,18 @@ class AdaScaleMixin(_Base):
         ):
             raise ValueError(
                 f"{ignores}The gradient would be {factor} times too large ({workers} "
-                f"workers × {passes} passes). Divide by "
-                "num_items_in_batch in compute_loss_func, or leave compute_loss_func "
-                "and loss_is_scaled_for_ga out."
+                f"workers × {passes} passes). Divide by num_items_in_batch in "
+                "compute_loss_func, or leave compute_loss_func and "
+                "loss_is_scaled_for_ga out."
             )
         self.model_accepts_loss_kwargs = False
         self._adascale.sample_weights = None
         if self.is_world_process_zero():
             warn_at_user(
                 f"{ignores}So this trainer averages the passes. transformers' own "
-                f"Trainer would make the gradient {factor} times "
-                f"too large ({workers} workers × {passes} passes). Set "
-                "accepts_loss_kwargs = False on the model to confirm it."
+                f"Trainer would make the gradient {factor} times too large ({workers} "
+                f"workers × {passes} passes). Set accepts_loss_kwargs = False on the "
+                "model to confirm it."
             )
 
     # ---- logs and trace --------------------------------------------------------------
@@ -443,7 +439,8 @@ class AdaScaleMixin(_Base):
 
     def step_has_ended(self) -> None:
         """Add this worker's loss of the step to the trace, if there is one."""
-        losses, self._losses = self._losses, []
+        losses = self._losses
+        self._losses = []
         if self._steps is not None and self._trace is not None and losses:
             self._steps.record(loss=float(torch.stack(losses).sum()))
 
@@ -462,7 +459,8 @@ class AdaScaleMixin(_Base):
         if not bars or self.schedule is None:
             return
         optimizer, plan = parts_of(self.schedule)
-        tau, taken = optimizer.effective_steps, optimizer.steps
+        tau = optimizer.effective_steps
+        taken = optimizer.steps
         left = steps_left(
             self._forecast,
             tau=tau,
@@ -488,8 +486,8 @@ class AdaScaleMixin(_Base):
         ):
             warn_at_user(
                 f"Training ended at effective step {schedule.effective_steps:.0f} of "
-                f"{self._total_steps}, before the schedule's "
-                f"end: max_steps={self.args.max_steps}, or training was stopped. Leave "
+                f"{self._total_steps}, before the schedule's end: "
+                f"max_steps={self.args.max_steps}, or training was stopped. Leave "
                 "max_steps out, or resume."
             )
 

@@ -15,8 +15,8 @@ from torch.utils.hooks import RemovableHandle
 
 REENTRANT = (
     "Reentrant activation checkpointing runs backward passes within the backward pass, "
-    "so AdaScale can't tell gradient "
-    "samples apart. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+    "so AdaScale can't tell gradient samples apart. Use "
+    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
 )
 
 
@@ -95,8 +95,8 @@ def refuse_compiled() -> None:
     if in_compiled_autograd():
         raise RuntimeError(
             "AdaScale can't measure gradients under compiled autograd. Leave "
-            "torch._dynamo.config.compiled_autograd off; "
-            "torch.compile of the model is supported."
+            "torch._dynamo.config.compiled_autograd off; torch.compile of the model is "
+            "supported."
         )
 
 

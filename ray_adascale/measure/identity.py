@@ -16,13 +16,16 @@ from .._warn import warn_on_first_worker
 
 LENGTH = 4096
 """Elements of each tensor that take part."""
-_FIRST, _EVERY = 10, 10
+_FIRST = 10
+_EVERY = 10
 """Steps of a run that are checked if they are measured; after them those that the
 second number divides.
 """
-_FIRST_ON_GPU, _EVERY_ON_GPU = 3, 1000
+_FIRST_ON_GPU = 3
+_EVERY_ON_GPU = 1000
 """Likewise. A checked step has twice the launches of another."""
-_TOLERANCE, _HALF_TOLERANCE = 1e-3, 2e-2
+_TOLERANCE = 1e-3
+_HALF_TOLERANCE = 2e-2
 """Largest relative difference. In float32 3e-7 was seen at most, with bfloat16
 weights 1.5e-3, and .004 to 5 with a fault.
 """
@@ -71,7 +74,8 @@ def _first_rows(gradient: Tensor) -> Tensor:
     rows = min(gradient.shape[0], -(-LENGTH // max(rest.numel(), 1)))
     if not gradient.is_sparse:
         return gradient[:rows]
-    indices, values = gradient._indices()[0], gradient._values()
+    indices = gradient._indices()[0]
+    values = gradient._values()
     kept = (indices < rows).view(-1, *[1] * len(rest))
     first = values.new_zeros((rows, *rest))
     return first.index_add_(0, indices.clamp(max=rows - 1), values * kept)
@@ -99,7 +103,9 @@ class Identity:
     """
 
     def __init__(self, exact: Callable[[], bool]) -> None:
-        self._exact, self._warned, self.half = exact, False, False
+        self._exact = exact
+        self._warned = False
+        self.half = False
         self.products: list[Tensor] | None = None
 
     def begin(self, checked: bool) -> None:
@@ -124,9 +130,8 @@ class Identity:
             return
         text = (
             "The reduced gradient is not the mean of the gradient samples that were "
-            "measured (they differ by "
-            f"{difference:.2g} of their norm), so the gain is not that of this "
-            "gradient."
+            f"measured (they differ by {difference:.2g} of their norm), so the gain is "
+            "not that of this gradient."
         )
         if self._exact():
             raise RuntimeError(f"{text} {_CAUSES}")
@@ -140,10 +145,9 @@ class Identity:
 
 _CAUSES = (
     "Something changes gradients within the backward pass: a hook of "
-    "register_post_accumulate_grad_hook or "
-    "register_multi_grad_hook, or a communication hook of DistributedDataParallel that "
-    "adds up. Use Tensor.register_hook, "
-    "which is measured; or change gradients after the step's last pass (is_last_pass). "
-    "Or the model was cast, moved or given "
-    "another memory format after DistributedDataParallel was built: do so before."
+    "register_post_accumulate_grad_hook or register_multi_grad_hook, or a "
+    "communication hook of DistributedDataParallel that adds up. Use "
+    "Tensor.register_hook, which is measured; or change gradients after the step's "
+    "last pass (is_last_pass). Or the model was cast, moved or given another memory "
+    "format after DistributedDataParallel was built: do so before."
 )

@@ -54,13 +54,15 @@ class NoiseMeter:
     ) -> None:
         if not window >= 1:
             raise ValueError(f"Invalid {window=}. Must be at least 1.")
-        self._samples, self._params = BatchSamples(model, loss_fn), parameters
+        self._samples = BatchSamples(model, loss_fn)
+        self._params = parameters
         self._device = self._samples.trainable(parameters)[0].device
         self._size, self._every = (
             check_count("batch_size", batch_size),
             check_count("every", every, PROBE_SAMPLES),
         )
-        self._decay, self._group = 1 - 1 / window, process_group
+        self._decay = 1 - 1 / window
+        self._group = process_group
         self._average = Average.empty((2, 1))
         self._step = 0
 

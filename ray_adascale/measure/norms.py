@@ -103,7 +103,8 @@ def _all_small(tensors: Sequence[Tensor]) -> bool:
     """Whether all are on the CPU, :func:`_is_plain` and of one dtype, as the
     gradients of most small models.
     """
-    dtype, strided = tensors[0].dtype, torch.strided
+    dtype = tensors[0].dtype
+    strided = torch.strided
     small = [
         t.dtype is dtype and t.is_cpu and t.layout is strided and t.numel() <= _AT_ONCE
         for t in tensors
@@ -190,7 +191,8 @@ class GroupSums:
     """
 
     def __init__(self, groups: int, device: torch.device) -> None:
-        self._groups, self._device = groups, device
+        self._groups = groups
+        self._device = device
         self._indices: dict[tuple[int, ...], Tensor] = {}
 
     def __call__(self, norms: Sequence[tuple[int, Tensor]]) -> Tensor:
@@ -256,7 +258,8 @@ class _Holder:
     """
 
     def __init__(self, norms: list[Tensor | None], most_bytes: int) -> None:
-        self._norms, self._most_bytes = norms, most_bytes
+        self._norms = norms
+        self._most_bytes = most_bytes
         self._held: list[_Held] = []
         self._bytes = 0
         self._stream: Any = None  # of the gradients that are held
@@ -293,7 +296,9 @@ class _Holder:
             RuntimeError: A gradient was changed since it came, and had not been in
                 earlier passes.
         """
-        held, self._held, self._bytes = self._held, [], 0
+        held = self._held
+        self._held = []
+        self._bytes = 0
         if not held:
             return
         for one in held:
@@ -304,16 +309,16 @@ class _Holder:
             else:
                 raise RuntimeError(
                     f"A gradient of shape {tuple(one.alias.shape)} was changed in "
-                    "place during the backward pass, after earlier "
-                    "passes that did not change it. AdaScale can't tell the gradient "
-                    "sample any more. Register hooks that "
-                    "change .grad (register_post_accumulate_grad_hook) before training "
-                    "begins."
+                    "place during the backward pass, after earlier passes that did not "
+                    "change it. AdaScale can't tell the gradient sample any more. "
+                    "Register hooks that change .grad "
+                    "(register_post_accumulate_grad_hook) before training begins."
                 )
         waiting = [one for one in held if not one.taken]
         if not waiting:
             return
-        gradients, stream = [one.alias for one in waiting], self._stream
+        gradients = [one.alias for one in waiting]
+        stream = self._stream
         current = torch.accelerator.current_stream(gradients[0].device)
         if current == stream:
             norms = take_norms(gradients)
@@ -340,7 +345,8 @@ class _Slots:
     def __init__(
         self, params: Sequence[tuple[int, Tensor]], groups: int, device: torch.device
     ) -> None:
-        self._groups, self._device = groups, device
+        self._groups = groups
+        self._device = device
         self._buffer = torch.zeros(len(params), dtype=params[0][1].dtype)
         self._group_of = torch.tensor([g for g, _ in params])
         self.of = dict(zip((p for _, p in params), self._buffer.unbind(), strict=True))
@@ -410,12 +416,10 @@ class SampleNorms:
         """Return a function that takes a gradient of a parameter, and its norm now
         or at :meth:`flush`.
         """
-        index, norms, holders, most_bytes = (
-            self._index[param],
-            self._norms,
-            self._holders,
-            self._most_bytes,
-        )
+        index = self._index[param]
+        norms = self._norms
+        holders = self._holders
+        most_bytes = self._most_bytes
         if _is_held(param):
 
             def hold(grad: Tensor) -> None:

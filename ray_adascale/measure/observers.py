@@ -256,7 +256,8 @@ class HookObserver(GradientObserver):
         super().__init__(listener)
         self.last_pass = True
         self._local = local
-        self._reducing, self._sent_early = reducing, False
+        self._reducing = reducing
+        self._sent_early = False
         self.identity = Identity(
             exact=(lambda: True) if reducing is None else reducing.in_one_round
         )
@@ -360,21 +361,17 @@ class HookObserver(GradientObserver):
         """Return the tensor for the norm of this parameter's gradients, if a hook
         may write it there without :meth:`taker`.
         """
-        return (
-            self.samples.slot(param)
-            if self._local and self._precondition is None
-            else None
-        )
+        if self._local and self._precondition is None:
+            return self.samples.slot(param)
+        return None
 
     def taker(self, param: Tensor) -> Callable[[Tensor], object]:
         """Return a function that computes the norm of a gradient of this parameter
         and stores it in :attr:`samples`.
         """
-        precondition, samples, param_ref = (
-            self._precondition,
-            self.samples,
-            weakref.ref(param),
-        )
+        precondition = self._precondition
+        samples = self.samples
+        param_ref = weakref.ref(param)
         if not self._local:
             return lambda grad: None
         if precondition is None:
@@ -400,19 +397,15 @@ class HookObserver(GradientObserver):
         self.hooked[param] = node.register_prehook(hook)
 
     def _hook_of(self, param: Tensor) -> Callable[[Sequence[Tensor | None]], None]:
-        ref, take, current, slot = (
-            weakref.ref(self),
-            self.taker(param),
-            self._pass,
-            self.slot(param),
-        )
+        ref = weakref.ref(self)
+        take = self.taker(param)
+        current = self._pass
+        slot = self.slot(param)
         dtype = None if slot is None else slot.dtype
-        seen, index, identity, has_product = (
-            current.seen,
-            len(current.seen),
-            self.identity,
-            self.has_product(param),
-        )
+        seen = current.seen
+        index = len(current.seen)
+        identity = self.identity
+        has_product = self.has_product(param)
         seen.append(0)
 
         def hook(grads: Sequence[Tensor | None]) -> None:
@@ -466,8 +459,10 @@ class HookObserver(GradientObserver):
             if observer is not None:
                 # DDP may write the reduced gradient into the same memory
                 observer.samples.flush()
-                seen, number = observer._pass.seen, observer._pass.number
-                measured, reducing = observer._pass.measured, observer._reducing
+                seen = observer._pass.seen
+                number = observer._pass.number
+                measured = observer._pass.measured
+                reducing = observer._reducing
                 if (
                     measured
                     and observer.last_pass
@@ -515,7 +510,8 @@ class HookObserver(GradientObserver):
     def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
         if (rank, world_size) not in self._shares:
             self._shares[rank, world_size] = self._share(rank, world_size)
-        precondition, share = self._precondition, self._shares[rank, world_size]
+        precondition = self._precondition
+        share = self._shares[rank, world_size]
         with_grads = [(g, p, p.grad) for g, p in share if p.grad is not None]
         if precondition is None:
             norms = take_norms([grad for _, _, grad in with_grads])

@@ -88,7 +88,9 @@ class BatchSamples:
                 "Invalid model: wrapped in DistributedDataParallel. Probe the bare "
                 "one, model.module."
             )
-        self._model, self._loss_fn, self._samples = model, loss_fn, samples
+        self._model = model
+        self._loss_fn = loss_fn
+        self._samples = samples
         self._kept: _Kept | None = None
 
     @property
@@ -178,7 +180,8 @@ class BatchSamples:
         torch._foreach_add_(kept.mean, moved, alpha=1 / kept.count)
         if kept.count < self._samples:
             return None
-        self._kept, n = None, kept.count
+        self._kept = None
+        n = kept.count
         c, squares = torch.stack([_sq_norm(kept.mean), kept.squares]).cpu()
         # N base batches are one batch at S = n.
         sigma2, mu2 = gradient_moments(c + squares / n, c, scale=float(n), count=n)
@@ -227,10 +230,8 @@ class BatchSamples:
         is a module may hold the model, or parameters of the model, as well.
         """
         call = _Pass(self._model, self._loss_fn)
-        parameters, buffers = (
-            _held(call, nn.Module.named_parameters),
-            _held(call, nn.Module.named_buffers),
-        )
+        parameters = _held(call, nn.Module.named_parameters)
+        buffers = _held(call, nn.Module.named_buffers)
         # not the loss's own
         lent_parameters = _held(self._model, nn.Module.named_parameters).values()
         aliases: dict[Tensor, Tensor] = {
@@ -283,7 +284,8 @@ def _plain(gradient: Tensor | None, weight: Tensor, *, copy: bool = False) -> Te
     zeros for None.
     """
     if gradient is None:
-        gradient, copy = torch.zeros_like(weight), False
+        gradient = torch.zeros_like(weight)
+        copy = False
     gradient = gradient.detach()
     plain = gradient.to_dense() if gradient.layout is not torch.strided else gradient
     plain = plain.float() if plain.dtype in (torch.float16, torch.bfloat16) else plain
@@ -331,11 +333,10 @@ class _Pass(nn.Module):
         with modes_kept(self.model):
             loss = self.loss_fn(self.model, batch)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
-                found = (
-                    f"shape {tuple(loss.shape)}"
-                    if isinstance(loss, Tensor)
-                    else type(loss).__name__
-                )
+                if isinstance(loss, Tensor):
+                    found = f"shape {tuple(loss.shape)}"
+                else:
+                    found = type(loss).__name__
                 raise ValueError(
                     f"Invalid loss: {found}. loss_fn(model, batch) must return a "
                     "scalar, the mean loss."

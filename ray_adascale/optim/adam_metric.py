@@ -34,8 +34,8 @@ def adam_preconditioner(optimizer: Optimizer) -> Callable[[Tensor, Tensor], Tens
     if not isinstance(optimizer, Adam | AdamW):
         raise ValueError(
             "Adam-preconditioned statistics need torch.optim.Adam or AdamW, not "
-            f"{type(optimizer).__name__}. Choose another "
-            "rule; with OSS, leave optimizer state unsharded (sharding='none')."
+            f"{type(optimizer).__name__}. Choose another rule; with OSS, leave "
+            "optimizer state unsharded (sharding='none')."
         )
     # of the group, since load_state_dict makes new group dicts
     index: dict[Tensor, int] = {}
@@ -53,9 +53,10 @@ def adam_preconditioner(optimizer: Optimizer) -> Callable[[Tensor, Tensor], Tens
             )
         group = optimizer.param_groups[index[param]]
         # v̂ = v / (1 − β₂^t); v = max over steps with AMSGrad
-        second = (
-            state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
-        )
+        if group.get("amsgrad"):
+            second = state["max_exp_avg_sq"]
+        else:
+            second = state["exp_avg_sq"]
         # `step` is a float32 tensor, maybe on the device, and 1 − 0.999 has three
         # digits less than 0.999.
         correction = 1 - group["betas"][1] ** torch.as_tensor(state["step"]).double()

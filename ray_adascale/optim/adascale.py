@@ -166,9 +166,10 @@ class AdaScale(OptimizerWrapper):
         workers = Workers(
             world_size, sharding.state.group if process_group is None else process_group
         )
-        window = (
-            None if averaging_window is None else averaging_window * (total_steps or 1)
-        )
+        if averaging_window is None:
+            window = None
+        else:
+            window = averaging_window * (total_steps or 1)
         sampling = MeasuredSteps(window, measure_every)
         self._single_gain = single_gain
         self._current = CurrentStep(
@@ -518,7 +519,8 @@ class AdaScale(OptimizerWrapper):
 
     @effective_steps.setter
     def effective_steps(self, effective_steps: float) -> None:
-        last, state = self.last_step, self._algorithm.state
+        last = self.last_step
+        state = self._algorithm.state
         self._algorithm.state = replace(
             state, last=replace(last, effective_steps=float(effective_steps))
         )
@@ -644,9 +646,8 @@ class AdaScale(OptimizerWrapper):
         ):
             raise RuntimeError(
                 f"{what}() between a backward pass and step(): gradients of an "
-                "unfinished step would be lost. Call it at "
-                "a step boundary, after step() (or zero_grad()) and before the next "
-                "backward pass."
+                "unfinished step would be lost. Call it at a step boundary, after "
+                "step() (or zero_grad()) and before the next backward pass."
             )
 
 

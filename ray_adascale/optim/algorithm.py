@@ -38,9 +38,8 @@ from .step_sums import StepResult, StepSums, constant
 
 _OTHER_METHODS = (
     "AdaScale calls the optimizer's step(). An optimizer that takes its steps by other "
-    "methods, as SAM does, keeps the loop that "
-    "calls these: give the optimizer within it to ray_adascale.attach(), such as "
-    "sam.base_optimizer."
+    "methods, as SAM does, keeps the loop that calls these: give the optimizer within "
+    "it to ray_adascale.attach(), such as sam.base_optimizer."
 )
 
 
@@ -109,7 +108,8 @@ class AdaScaleAlgorithm:
         self._optimizer = optimizer
         self._inner = current.sharding.stepped
         self._current = current
-        self.averaging, self.state = averaging, state
+        self.averaging = averaging
+        self.state = state
         self._step_counts = BiasCorrectionCounters(self._inner)
         self.rule = rule
         self._normalizes: list[bool] = []
@@ -144,14 +144,14 @@ class AdaScaleAlgorithm:
         """An upper bound of τ, without waiting for the device. No step of AdaScale's
         rule advances τ by more than S, or 1.
         """
-        tau, pending = self.state.last.effective_steps, self.pending
+        tau = self.state.last.effective_steps
+        pending = self.pending
         if pending is None:
             return tau
-        most = (
-            max(pending.estimate.sums.plan.scale, 1.0)
-            if pending.output is None
-            else pending.output.increment
-        )
+        if pending.output is None:
+            most = max(pending.estimate.sums.plan.scale, 1.0)
+        else:
+            most = pending.output.increment
         return advanced(tau, most)
 
     # ---- a step ----------------------------------------------------------------------
@@ -296,10 +296,9 @@ class AdaScaleAlgorithm:
     ) -> RuntimeError:
         return RuntimeError(
             f"{type(self._inner).__name__}.step(), or a hook on it, has set "
-            f"lr={float(after):g} in parameter group {i} in "
-            f"place of lr · r = {float(scaled):g}: this step or the next would have an "
-            "LR without the gain. Set the "
-            "LR by a torch.optim.lr_scheduler, such as LambdaLR."
+            f"lr={float(after):g} in parameter group {i} in place of lr · r = "
+            f"{float(scaled):g}: this step or the next would have an LR without the "
+            "gain. Set the LR by a torch.optim.lr_scheduler, such as LambdaLR."
         )
 
     def skip(self) -> None:
@@ -397,7 +396,8 @@ class AdaScaleAlgorithm:
         """Wait for the numbers of a step that was taken on the device, and learn of
         one that a GradScaler left out.
         """
-        pending, self.pending = self.pending, None
+        pending = self.pending
+        self.pending = None
         if pending is not None:
             step = self._read(pending.estimate, pending.copy.read())
             self._advance(pending.estimate, step, pending.output)

@@ -162,8 +162,8 @@ class BetaRule:
             if group.get("capturable"):
                 raise ValueError(
                     f"{name}(capturable=True) is for CUDA graphs, and a graph would "
-                    "keep the betas of its capture. Use "
-                    f"{name}(foreach=True) or {name}(fused=True)."
+                    f"keep the betas of its capture. Use {name}(foreach=True) or "
+                    f"{name}(fused=True)."
                 )
             return tuple(group["betas"])
         if self._momentum_power(optimizer):

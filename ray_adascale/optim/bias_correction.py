@@ -86,17 +86,15 @@ class BiasCorrectionCounters:
         if not all(self._is_packed(number, states) for number, states in packed):
             raise ValueError(
                 f"{type(self._optimizer).__name__} makes new tensors for state['step'] "
-                "in its step, and the bias correction of "
-                "betas that change with the gain needs those before it. Use Adam, "
-                "AdamW or Adamax, or rule='adascale'."
+                "in its step, and the bias correction of betas that change with the "
+                "gain needs those before it. Use Adam, AdamW or Adamax, or "
+                "rule='adascale'."
             )
 
     def _states(self, number: int) -> list[dict[str, Any]]:
         """Return the state of each parameter of a group that has a count."""
-        params, states = (
-            self._optimizer.param_groups[number]["params"],
-            self._optimizer.state,
-        )
+        params = self._optimizer.param_groups[number]["params"]
+        states = self._optimizer.state
         return [state for p in params if "step" in (state := states.get(p, {}))]
 
     def _is_packed(self, number: int, states: Sequence[dict[str, Any]]) -> bool:

@@ -223,7 +223,9 @@ class CurrentStep:
         self._watch()
 
     def _next(self, ended: int, unsampled: int) -> None:
-        self.ended, self.unsampled, self.current = ended, unsampled, self.declared
+        self.ended = ended
+        self.unsampled = unsampled
+        self.current = self.declared
         self.measured = unsampled > 0 or self._sampling.measures(ended, self.declared)
 
     # ---- the observer ----------------------------------------------------------------
@@ -263,7 +265,8 @@ class CurrentStep:
             return
         self.sharding.check()
         plan = self.declared
-        several, one_pass = plan.num_samples > 1, plan.passes == 1
+        several = plan.num_samples > 1
+        one_pass = plan.passes == 1
         needed = several or plan.scale != 1
         wanted = Wanted(self.workers.count, several, one_pass, self._precondition)
         if needed and self.observer is not None and wanted == self._wanted:
@@ -292,7 +295,8 @@ class CurrentStep:
     def _detach(self) -> None:
         if self.observer is not None:
             self.observer.detach()
-        self.observer, self._checked = None, False
+        self.observer = None
+        self._checked = False
 
     def unhook(self) -> None:
         """Stop watching for good."""
@@ -379,7 +383,8 @@ class CurrentStep:
         Raises:
             ValueError: A number is not 0-dim, or has a name of the statistics' own.
         """
-        device, observer = self.device, self.observer
+        device = self.device
+        observer = self.observer
         self._shared = {}
         for name, number in numbers.items():
             if number.dim() or name in OWN:
@@ -412,7 +417,8 @@ class CurrentStep:
                     self._known.check(self.sharding.optimizer.param_groups)
                     raise RuntimeError(fault)
         step.under_way = step.passing = True
-        step.last, step.local_ended = last, False
+        step.last = last
+        step.local_ended = False
 
     @without_gradients
     def on_begin(self, observer: GradientObserver) -> bool:
@@ -513,11 +519,9 @@ class CurrentStep:
         """Return the sums of the step, once it is :meth:`complete`."""
         self._known.check(self.sharding.optimizer.param_groups)
         self.complete()
-        return (
-            self._unobserved(self.plan)
-            if self.step.sums is None
-            else self._looked_at_again(self.step.sums)
-        )
+        if self.step.sums is None:
+            return self._unobserved(self.plan)
+        return self._looked_at_again(self.step.sums)
 
     @without_gradients
     def _finish(self, plan: StepPlan, *, scaled: bool = True) -> None:
@@ -538,7 +542,9 @@ class CurrentStep:
         self.step.measured = True
         sums = self._gather(plan, seen=False, scaled=True)
         if self.step.under_way and not bool(sums.numbers["complete"] > 0):
-            self.step.numbers, self.step.sent, self.step.travelling = {}, False, None
+            self.step.numbers = {}
+            self.step.sent = False
+            self.step.travelling = None
             return False
         self._complete(sums)
         return True
@@ -620,7 +626,8 @@ class CurrentStep:
         """Start the step's all-reduce: ``numbers``, what is shared; if it is
         measured A, and whether all passes were seen.
         """
-        out, device = self.step.numbers, self.device
+        out = self.step.numbers
+        device = self.device
         out.update(numbers)
         if self.step.measured:
             out["a"] = (
@@ -680,9 +687,11 @@ class CurrentStep:
         assert observer is not None
         own: dict[str, Tensor] = {}
         if observer.norm_in_parts:
-            rank, workers = 0, 1
+            rank = 0
+            workers = 1
             if self.workers.reduce:
-                rank, workers = dist.get_rank(self.workers.group), self.workers.count
+                rank = dist.get_rank(self.workers.group)
+                workers = self.workers.count
             parts = {"c": observer.reduced_sq_norms(rank, workers)}
             if self._checked and observer.sharded:
                 parts["reduced"] = observer.reduced_product().to(self.device)
@@ -748,9 +757,8 @@ class CurrentStep:
     def no_samples(self) -> RuntimeError:
         return RuntimeError(
             f"One gradient sample a step at scale {self.declared.scale:g} tells "
-            "nothing of the noise, so the gain is "
-            "unknown. Make two backward passes of half the size: AdaScale(..., "
-            "num_gradients_to_accumulate=2), or "
+            "nothing of the noise, so the gain is unknown. Make two backward passes of "
+            "half the size: AdaScale(..., num_gradients_to_accumulate=2), or "
             "AdaScaleConfig(accumulation=2, per_worker_batch_size=half of it)."
         )
 
@@ -905,25 +913,24 @@ class InferredPasses:
         observer = current.observer
         if observer is not None and (moved := observer.find_unseen()):
             return RuntimeError(
-                f"{caller}() after {self.made} of {current.plan.passes} backward passes "
-                f"that were seen: {len(moved)} parameters were cast or moved between "
-                "the passes of a step (model.half(), .double(), .to()), and the later "
-                "passes were not. Cast before the first pass of a step."
+                f"{caller}() after {self.made} of {current.plan.passes} backward "
+                f"passes that were seen: {len(moved)} parameters were cast or moved "
+                "between the passes of a step (model.half(), .double(), .to()), and "
+                "the later passes were not. Cast before the first pass of a step."
             )
         if self.step_end is not None:
             return RuntimeError(
                 f"{caller}() after backward pass {self.made} of a step, which has "
-                "further ones by its settings. Call it "
-                "after the last pass. With Lightning's manual optimization the passes "
-                "are AdaScaleConfig(accumulation=...), or "
-                "those of expect_passes(); with AdaptiveDataParallel the last pass is "
-                "the one that is not under no_sync()."
+                "further ones by its settings. Call it after the last pass. With "
+                "Lightning's manual optimization the passes are "
+                "AdaScaleConfig(accumulation=...), or those of expect_passes(); with "
+                "AdaptiveDataParallel the last pass is the one that is not under "
+                "no_sync()."
             )
         return RuntimeError(
             f"{caller}() after {self.made} of {current.plan.passes} backward passes. "
-            "Call it after the last one. If a step "
-            f"has fewer, as the last of an epoch may, call expect_passes({self.made}) "
-            "before its last pass; if all have, "
+            "Call it after the last one. If a step has fewer, as the last of an epoch "
+            f"may, call expect_passes({self.made}) before its last pass; if all have, "
             "set_num_gradients_to_accumulate() first."
         )
 
@@ -951,18 +958,18 @@ def _first_gradient(current: CurrentStep) -> tuple[int, int] | None:
 
 _FAULTS = {
     "broken": "A backward pass of this step has ended in an exception, and has left "
-    "incomplete gradients. Where the loop "
-    "catches it, call optimizer.zero_grad(), and make all backward passes of the step "
-    "again.",
-    "too many": "Gradients of more than {passes} backward passes were added up before "
-    "step(), so the gain is not known. Does one micro-batch have several losses, as "
-    "those of a GAN for real and for generated examples? Add the losses, and call "
-    "backward() once: AdaScale would take each pass for a micro-batch of its own, "
-    "whatever their number is set to. Or does the loop add up the gradients of several "
-    "micro-batches? Set their number: set_num_gradients_to_accumulate(), in attach "
-    "AdaScaleConfig(accumulation=...); with AdaptiveDataParallel all but the last are "
-    "under no_sync().",
+    "incomplete gradients. Where the loop catches it, call "
+    "optimizer.zero_grad(), and make all backward passes of the step again.",
+    "too many": "Gradients of more than {passes} backward passes were added up "
+    "before step(), so the gain is not known. Does one micro-batch have "
+    "several losses, as those of a GAN for real and for generated "
+    "examples? Add the losses, and call backward() once: AdaScale would "
+    "take each pass for a micro-batch of its own, whatever their number is "
+    "set to. Or does the loop add up the gradients of several "
+    "micro-batches? Set their number: set_num_gradients_to_accumulate(), "
+    "in attach AdaScaleConfig(accumulation=...); with AdaptiveDataParallel "
+    "all but the last are under no_sync().",
     "uncleared": "The gradients of the last step were not cleared before the next "
-    "backward pass, which has added to them. Call "
-    "optimizer.zero_grad() after each step().",
+    "backward pass, which has added to them. Call optimizer.zero_grad() "
+    "after each step().",
 }

@@ -47,24 +47,22 @@ def curve_difference(
     if first is not None:
         group, call = first
         compared = sum(min(pair) for pair in lengths)
-        longer = (
-            ""
-            if all(e == a for e, a in lengths)
-            else ", and their lengths differ as well"
-        )
+        if all(e == a for e, a in lengths):
+            longer = ""
+        else:
+            longer = ", and their lengths differ as well"
         return (
             f"the curves differ first in parameter group {group} at scheduler call "
-            f"{call}, where "
-            f"{expected[group][call]!r} is expected and the actual value is "
-            f"{actual[group][call]!r}; {differing} of {compared} "
-            f"points differ{longer}"
+            f"{call}, where {expected[group][call]!r} is expected and the actual value "
+            f"is {actual[group][call]!r}; {differing} of {compared} points "
+            f"differ{longer}"
         )
     for group, (e_length, a_length) in enumerate(lengths):
         if e_length != a_length:
             return (
                 f"the curves of parameter group {group} differ in length only: "
-                f"{e_length} (expected) and {a_length} (actual) "
-                "scheduler calls (compare total_steps and the scheduler's unit)"
+                f"{e_length} (expected) and {a_length} (actual) scheduler calls "
+                "(compare total_steps and the scheduler's unit)"
             )
     return None
 
@@ -108,9 +106,10 @@ def other_length(scheduler: L.LRScheduler | None, schedule: BaseSchedule) -> str
         return None
     calls = total / per_call
     unit = "steps" if schedule.scheduler_unit == "step" else "epochs"
-    length = (
-        f"{total} steps" if unit == "steps" else f"{calls:.4g} epochs ({total} steps)"
-    )
+    if unit == "steps":
+        length = f"{total} steps"
+    else:
+        length = f"{calls:.4g} epochs ({total} steps)"
     hint = ": a workload gets it as config['total_steps']" if unit == "steps" else ""
     fix = f"Make the schedule for {calls:.4g} {unit}{hint}."
     for kind, name, ends in _own_ends(scheduler):
@@ -119,11 +118,10 @@ def other_length(scheduler: L.LRScheduler | None, schedule: BaseSchedule) -> str
             1.0, _LATE.get(kind, _SLACK) * calls
         ):
             what = "rises again" if kind is L.CosineAnnealingLR else "stays constant"
-            then = (
-                f"so the learning rate {what} after it"
-                if ends < calls
-                else "so the run ends before it"
-            )
+            if ends < calls:
+                then = f"so the learning rate {what} after it"
+            else:
+                then = "so the run ends before it"
             if name == TRAINING_STEPS and late > 0:
                 fix += (
                     " If its lengths were multiplied by the number of processes "
@@ -180,7 +178,8 @@ def _calls_at_zero(curve: Sequence[float]) -> int:
     millionth of its peak; else 0.
     """
     rates = np.asarray(curve)
-    peak, last = np.abs(rates).max(), rates[-1]
+    peak = np.abs(rates).max()
+    last = rates[-1]
     if np.isnan(peak) or abs(last) > 1e-6 * peak:
         return 0
     different = np.flatnonzero(np.abs(rates - last) > 1e-9 * peak)

@@ -41,11 +41,10 @@ class HostCopy:
         self._event: torch.cuda.Event | None = None
         first = next(iter(numbers.values()))
         if first.is_cuda:
-            packed = (
-                Packed.of(numbers)
-                if len(numbers) > 1
-                else Packed(first.view(-1), dict.fromkeys(numbers, first.numel()))
-            )
+            if len(numbers) > 1:
+                packed = Packed.of(numbers)
+            else:
+                packed = Packed(first.view(-1), dict.fromkeys(numbers, first.numel()))
             # A copy into memory that is not pinned would wait for the whole stream.
             copy = torch.empty(
                 packed.tensor.shape,

@@ -65,8 +65,8 @@ class EffectiveAverage(AveragedModel):
         ):
             raise ValueError(
                 "EffectiveAverage was made of whole weights, and the model is sharded "
-                "by now (sharding='fsdp2'). Use "
-                "sharding='zero2', 'oss' or 'none' with an average of the weights."
+                "by now (sharding='fsdp2'). Use sharding='zero2', 'oss' or 'none' with "
+                "an average of the weights."
             )
         if not (gain >= 0 and math.isfinite(gain)):
             raise SettingError(

@@ -38,11 +38,9 @@ class _Target:
         if optimizer is None:
             return []
         sharding = _sharding(optimizer)
-        return (
-            optimizer.param_groups
-            if sharding.in_place
-            else sharding.stepped.param_groups
-        )
+        if sharding.in_place:
+            return optimizer.param_groups
+        return sharding.stepped.param_groups
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         self.stepped = True
@@ -51,11 +49,9 @@ class _Target:
 
 
 def _sharding(optimizer: Optimizer) -> Sharding:
-    return (
-        optimizer.current.sharding
-        if isinstance(optimizer, AdaScale)
-        else sharding_of(optimizer)
-    )
+    if isinstance(optimizer, AdaScale):
+        return optimizer.current.sharding
+    return sharding_of(optimizer)
 
 
 class ShardedGradScaler(_FSDPGradScaler):

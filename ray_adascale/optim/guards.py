@@ -77,41 +77,38 @@ class UnchangedGradients:
 
 FOREIGN_PASS = (
     "loss.backward() was called in the loop beside run.backward(), so a micro-batch "
-    "has several backward passes. Add the losses, "
-    "and call run.backward() once: run.backward(loss + other_loss). For gradients in "
-    "evaluate, or of inputs, call torch.autograd.grad(), which leaves those of the step "
-    "alone."
+    "has several backward passes. Add the losses, and call run.backward() once: "
+    "run.backward(loss + other_loss). For gradients in evaluate, or of inputs, call "
+    "torch.autograd.grad(), which leaves those of the step alone."
 )
 
 CLEARED = {
     True: "Gradients were cleared between the passes of an optimizer step, so all "
-    "micro-batches but the step's last would be "
-    "lost. Delete optimizer.zero_grad() or model.zero_grad() from the loop: run.step() "
-    "clears the gradients after each step.",
+    "micro-batches but the step's last would be lost. Delete "
+    "optimizer.zero_grad() or model.zero_grad() from the loop: run.step() clears "
+    "the gradients after each step.",
     False: "Gradients were cleared between the passes of an optimizer step, so the "
-    "earlier ones would be lost. Call "
-    "optimizer.zero_grad() once a step, after optimizer.step(), and before a step that "
-    "is repeated after an exception. The "
-    "number of passes is AdaScaleConfig(accumulation=...), or "
+    "earlier ones would be lost. Call optimizer.zero_grad() once a step, after "
+    "optimizer.step(), and before a step that is repeated after an exception. "
+    "The number of passes is AdaScaleConfig(accumulation=...), or "
     "num_gradients_to_accumulate.",
 }
 _CHANGED = {
     True: "Gradients were changed between the passes of an optimizer step, and the "
-    "next passes would add to changed gradients. "
-    "Delete optimizer.zero_grad() from the loop: run.step() clears the gradients. Clip "
-    "once a step: run.clip_grad_norm_(), which "
-    "does nothing before the last pass, AdaScaleConfig(grad_clip=...), or by hand `if "
-    "run.is_last_pass:`.",
+    "next passes would add to changed gradients. Delete optimizer.zero_grad() "
+    "from the loop: run.step() clears the gradients. Clip once a step: "
+    "run.clip_grad_norm_(), which does nothing before the last pass, "
+    "AdaScaleConfig(grad_clip=...), or by hand `if run.is_last_pass:`.",
     False: "Gradients were changed between the passes of an optimizer step, and the "
-    "next passes would add to changed gradients. "
-    "Clip or scale them after the step's last backward pass: `if "
-    "optimizer.is_last_pass:`.",
+    "next passes would add to changed gradients. Clip or scale them after the "
+    "step's last backward pass: `if optimizer.is_last_pass:`.",
 }
 
 
 # ---- the numbers of a step -----------------------------------------------------------
 
-_EQUAL, _EQUAL_STEPS = 1e-6, 10
+_EQUAL = 1e-6
+_EQUAL_STEPS = 10
 """Largest σ²/μ² of equal gradient samples (the mean of three equal float32 numbers
 is rounded), and steps before a warning.
 """
@@ -138,9 +135,8 @@ class EqualSamples:
             self._warned = True
             warn_on_first_worker(
                 f"All gradient samples of a step were equal in {_EQUAL_STEPS} steps in "
-                "a row, so the gain is 1, and more workers "
-                "or passes help nothing. Do all workers read the same examples, with "
-                "equal seeds?"
+                "a row, so the gain is 1, and more workers or passes help nothing. Do "
+                "all workers read the same examples, with equal seeds?"
             )
 
 
@@ -250,7 +246,7 @@ def check_weights(plan: StepPlan, weights: Sequence[float]) -> None:
         )
     if abs(total - 1) > _SUM_TOLERANCE:
         raise ValueError(
-            f"Invalid sample_weights: those of all workers and passes add up to "
+            "Invalid sample_weights: those of all workers and passes add up to "
             f"{total:g}. Must be 1. {_WEIGHTS}"
         )
 
@@ -282,9 +278,8 @@ def warn_of_steps_past(wrapper: Any, steps: int = 5) -> None:
         if taken == steps and around is not None:
             warn_at_user(
                 f"{type(each).__name__}.step() has run {steps} times, and step() of "
-                "the AdaScale around it not once: weights "
-                f"move without the gain, τ stays at {around.effective_steps:g}, and "
-                "the schedule at its start. "
+                "the AdaScale around it not once: weights move without the gain, τ "
+                f"stays at {around.effective_steps:g}, and the schedule at its start. "
                 f"{advice.get(id(each), 'Call step() of what attach() or AdaScale() returned.')}"
             )
 

@@ -70,11 +70,9 @@ class Averaging:
             plan: The plan.
             since_sample: Effective steps since the last sample.
         """
-        return (
-            self.theta(plan)
-            if self.window is None
-            else plain_effective_decay(since_sample, self.window)
-        )
+        if self.window is None:
+            return self.theta(plan)
+        return plain_effective_decay(since_sample, self.window)
 
     def floors(self, device: torch.device) -> Tensor:
         """Return the lower bounds on σ², μ² and the weight of a sample, ``[3, 1]``,
@@ -221,7 +219,8 @@ def gains_of(
         averaging: How they were averaged.
         non_negative: As in :class:`AdaScaleState`.
     """
-    total, weight = averages.total, averages.packed[-1:]
+    total = averages.total
+    weight = averages.packed[-1:]
     if total.shape[1] > 1:
         # The whole has the sum of the groups' averages. Their totals have unequal
         # weights if a group was added later.

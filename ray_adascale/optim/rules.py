@@ -269,8 +269,8 @@ class LEGWRule:
         if not (self.base_warmup_epochs >= 0 and self.data_size > 0):
             raise ValueError(
                 f"Invalid LEGW rule with base_warmup_epochs={self.base_warmup_epochs}, "
-                f"data_size={self.data_size}. The first "
-                "must be ≥ 0, the second the number of examples in the dataset."
+                f"data_size={self.data_size}. The first must be ≥ 0, the second the "
+                "number of examples in the dataset."
             )
 
     def __call__(self, now: RuleInput) -> tuple[float, float]:
@@ -285,10 +285,9 @@ class LEGWRule:
             self._warned_length = True
             warn_at_user(
                 f"LEGW's warm-up of {warmup:g} effective steps (scale {now.scale:g} × "
-                f"{self.base_warmup_epochs:g} epochs × "
-                f"{per_epoch:g} base steps) is longer than the whole run of "
-                f"{now.total_steps:g}: the LR never gets to √S. "
-                "Lower base_warmup_epochs or the scale.",
+                f"{self.base_warmup_epochs:g} epochs × {per_epoch:g} base steps) is "
+                f"longer than the whole run of {now.total_steps:g}: the LR never gets "
+                "to √S. Lower base_warmup_epochs or the scale.",
             )
         return legw_factor(
             now.scale, now.effective_steps, self.base_warmup_epochs, per_epoch
@@ -303,8 +302,7 @@ class LEGWRule:
         if not isinstance(base_batch_size, int | float) or base_batch_size <= 0:
             raise ValueError(
                 f"LEGW counts its warm-up in base batches, but {base_batch_size=}. "
-                "Give base_batch_size=, the batch size that "
-                "the schedule was tuned at."
+                "Give base_batch_size=, the batch size that the schedule was tuned at."
             )
         return self.data_size / base_batch_size
 
@@ -321,10 +319,9 @@ class LEGWRule:
             if self.base_warmup_epochs > 0 and changed > rates[0]:
                 warn_at_user(
                     f"The schedule begins by raising the LR (group {g}: from "
-                    f"{rates[0]:g} to {changed:g}), and LEGW has a "
-                    f"warm-up of {self.base_warmup_epochs:g} epochs: both apply. Take "
-                    "the schedule's warm-up out, or set "
-                    "base_warmup_epochs=0.",
+                    f"{rates[0]:g} to {changed:g}), and LEGW has a warm-up of "
+                    f"{self.base_warmup_epochs:g} epochs: both apply. Take the "
+                    "schedule's warm-up out, or set base_warmup_epochs=0.",
                 )
                 return
 
@@ -333,8 +330,8 @@ class LEGWRule:
         if self._scale is not None and scale != self._scale:
             warn_at_user(
                 f"The scale changed from {self._scale:g} to {scale:g} under LEGW, "
-                "whose warm-up is S times as long: the LR "
-                "may jump. Its authors define it for a constant batch size only.",
+                "whose warm-up is S times as long: the LR may jump. Its authors define "
+                "it for a constant batch size only.",
             )
         self._scale = scale
 

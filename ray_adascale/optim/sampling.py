@@ -44,8 +44,8 @@ class MeasuredSteps:
         ):
             raise ValueError(
                 f"Invalid measure_every={self.given} without averaging_window: an "
-                "average over steps needs each step's sample. "
-                "Give averaging_window and total_steps."
+                "average over steps needs each step's sample. Give averaging_window "
+                "and total_steps."
             )
 
     def every(self, number: int, plan: StepPlan) -> int:

@@ -46,12 +46,12 @@ def check_tensors(tensors: Mapping[str, Tensor], state: AdaScaleState) -> None:
     Raises:
         ValueError: They are of another number.
     """
-    expected, found = tuple(state.averages.total.shape), tuple(tensors["total"].shape)
+    expected = tuple(state.averages.total.shape)
+    found = tuple(tensors["total"].shape)
     if expected != found:
         raise ValueError(
             f"The AdaScale statistics in the state dict are of {found[1]} gains, this "
-            f"optimizer has {expected[1]}. "
-            "Parameter groups (or single_gain) differ."
+            f"optimizer has {expected[1]}. Parameter groups (or single_gain) differ."
         )
 
 

@@ -56,14 +56,16 @@ class LRCurves(Sequence[list[float]]):
     """
 
     def __init__(self, rows: np.ndarray, groups: Sequence[tuple[int, float]]) -> None:
-        self.rows, self.groups = rows, groups
+        self.rows = rows
+        self.groups = groups
 
     @classmethod
     def of(cls, rates: np.ndarray) -> LRCurves:
         """Return the curves of learning rates of shape ``(calls, groups)``."""
         rows: list[np.ndarray] = []
         groups: list[tuple[int, float]] = []
-        some, whole = slice(None, None, len(rates) // 16 + 1), slice(None)
+        some = slice(None, None, len(rates) // 16 + 1)
+        whole = slice(None)
         for curve in rates.T:
             at = int(np.argmax(np.abs(curve)))
             peak = float(curve[at]) or 1.0
@@ -76,7 +78,8 @@ class LRCurves(Sequence[list[float]]):
                 ):
                     break
             else:
-                row, factor = len(rows), 1.0
+                row = len(rows)
+                factor = 1.0
                 rows.append(curve)
             groups.append((row, factor))
         return cls(np.array(rows), groups)
@@ -197,13 +200,15 @@ class EffectiveSchedule:
         self._calls = 0
         self._parts = [] if scheduler is None else list(nested_schedulers(scheduler))
         self._composite = len(self._parts) > 1
-        self._left_at, self._left_lrs = self._counts(), self.lrs
+        self._left_at = self._counts()
+        self._left_lrs = self.lrs
         # Copied while the scheduler is fresh, because a curve may be computed later and
         # begins at call 0.
         self._fresh = None if scheduler is None else dry_copy(scheduler)
-        self._last_call = (
-            None if total_steps is None else self._calls_before(_last_step(total_steps))
-        )
+        if total_steps is None:
+            self._last_call = None
+        else:
+            self._last_call = self._calls_before(_last_step(total_steps))
 
     @property
     def calls(self) -> int:
@@ -250,10 +255,10 @@ class EffectiveSchedule:
         if self._counts() != self._left_at:
             raise RuntimeError(
                 f"{type(self._scheduler).__name__}.step() was called beside the "
-                f"{self._calls} calls due by τ, so the learning "
-                "rate is not the schedule's. Remove scheduler.step() from the loop: "
-                "run.step() calls it. In the loop of another "
-                "library pass the TauSchedule in place of the scheduler."
+                f"{self._calls} calls due by τ, so the learning rate is not the "
+                "schedule's. Remove scheduler.step() from the loop: run.step() calls "
+                "it. In the loop of another library pass the TauSchedule in place of "
+                "the scheduler."
             )
         lrs = self.lrs
         if lrs == self._left_lrs:
@@ -346,7 +351,7 @@ class EffectiveSchedule:
         if not isinstance(calls, int) or isinstance(calls, bool) or calls < 0:
             raise ValueError(
                 f"Invalid schedule state {state_dict!r}. Expected {{'calls': number of "
-                f"scheduler calls}}."
+                "scheduler calls}."
             )
         if self._calls:
             raise ValueError(
@@ -357,8 +362,7 @@ class EffectiveSchedule:
             if calls:
                 raise ValueError(
                     f"The checkpoint's scheduler had made {calls} calls, but this run "
-                    "has no scheduler. Give it the"
-                    " same one."
+                    "has no scheduler. Give it the same one."
                 )
             return
         self.restore(calls)
@@ -380,7 +384,8 @@ class EffectiveSchedule:
             self._left_lrs = self.lrs  # the state's
             return
         dry = dry_copy(self._fresh)
-        start, now = self._fresh.optimizer.param_groups, dry.optimizer.param_groups
+        start = self._fresh.optimizer.param_groups
+        now = dry.optimizer.param_groups
         constant = [group.keys() - {"params"} for group in start]
         values: list[dict[str, Any]] = []
         with warnings.catch_warnings():
@@ -418,13 +423,14 @@ class EffectiveSchedule:
                 while self._calls < calls:
                     self._scheduler.step()
                     self._calls += 1
-        self._left_at, self._left_lrs = self._counts(), self.lrs
+        self._left_at = self._counts()
+        self._left_lrs = self.lrs
 
     def _call_note(self, call: int, calls: int) -> str:
         return (
             f"In call {call + 1} of {type(self._scheduler).__name__}.step(), of "
-            f"{calls} that are due. Make the scheduler for the "
-            "length of the base run, T: a workload reads it as config['total_steps']."
+            f"{calls} that are due. Make the scheduler for the length of the base run, "
+            "T: a workload reads it as config['total_steps']."
         )
 
     def _calls_before(self, step: int) -> int:
@@ -497,9 +503,8 @@ def dry_copy(scheduler: LRScheduler) -> LRScheduler:
     except Exception as error:
         raise ValueError(
             f"Cannot copy the {type(scheduler).__name__} for a dry run ({error!r}). A "
-            "scheduler must be deep-copyable:"
-            " keep file handles, locks and the like out of its attributes and its "
-            "callable objects."
+            "scheduler must be deep-copyable: keep file handles, locks and the like "
+            "out of its attributes and its callable objects."
         ) from error
 
 

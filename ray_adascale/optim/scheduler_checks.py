@@ -30,34 +30,33 @@ def check_scheduler(optimizer: Optimizer, scheduler: LRScheduler) -> None:
     if not isinstance(scheduler, LRScheduler):
         raise ValueError(
             f"Invalid scheduler: {kind_of(scheduler)}. Must be a "
-            "torch.optim.lr_scheduler.LRScheduler or None; combine several "
-            f"with SequentialLR or ChainedScheduler.{torchs_own_hint(scheduler)}"
+            "torch.optim.lr_scheduler.LRScheduler or None; combine several with "
+            f"SequentialLR or ChainedScheduler.{torchs_own_hint(scheduler)}"
         )
     for part in nested_schedulers(scheduler):
         if isinstance(part, ReduceLROnPlateau):
             raise ValueError(
                 "ReduceLROnPlateau is not supported: it follows a metric, so its curve "
-                "is not known beforehand and"
-                " can't be replayed on another number of workers. Use a scheduler that "
-                "is a function of the step, such"
-                " as MultiStepLR with the milestones of the base run."
+                "is not known beforehand and can't be replayed on another number of "
+                "workers. Use a scheduler that is a function of the step, such as "
+                "MultiStepLR with the milestones of the base run."
             )
         last_epoch = getattr(part, "last_epoch", 0)
         if last_epoch > 0:
             raise ValueError(
                 f"The {type(part).__name__} was stepped already "
-                f"(last_epoch={last_epoch}). Give a fresh scheduler and"
-                " never call its step(). The schedule calls it by τ, also after a "
-                "resume."
+                f"(last_epoch={last_epoch}). Give a fresh scheduler and never call its "
+                "step(). The schedule calls it by τ, also after a resume."
             )
-    theirs, ours = scheduler.optimizer.param_groups, optimizer.param_groups
+    theirs = scheduler.optimizer.param_groups
+    ours = optimizer.param_groups
     if scheduler.optimizer is not optimizer and [id(g) for g in theirs] != [
         id(g) for g in ours
     ]:
         raise ValueError(
             f"The {type(scheduler).__name__} drives another optimizer "
-            f"({type(scheduler.optimizer).__name__}) than the"
-            f" {type(optimizer).__name__} given here. Build the scheduler on the "
+            f"({type(scheduler.optimizer).__name__}) than the "
+            f"{type(optimizer).__name__} given here. Build the scheduler on the "
             "optimizer of the run."
         )
 
@@ -78,9 +77,8 @@ def check_initial_rates(optimizer: Optimizer, scheduler: LRScheduler) -> None:
     if rates != theirs:
         raise ValueError(
             f"The learning rates are {rates}, and the fresh {type(scheduler).__name__} "
-            f"began at {theirs}: "
-            "optimizer.load_state_dict() has loaded those of another step. Set them "
-            "back after it: for group, lr in "
+            f"began at {theirs}: optimizer.load_state_dict() has loaded those of "
+            "another step. Set them back after it: for group, lr in "
             "zip(optimizer.param_groups, scheduler.get_last_lr()): group['lr'] = lr. "
             "The run sets the schedule to starting_step."
         )
@@ -98,15 +96,14 @@ def torchs_own_hint(scheduler: object) -> str:
     ):
         return (
             " It follows a metric, so its curve is not known beforehand and can't be "
-            "replayed on another number of workers. Use "
-            "a scheduler that is a function of the step."
+            "replayed on another number of workers. Use a scheduler that is a function "
+            "of the step."
         )
     if type(scheduler).__module__.partition(".")[0] != "timm":
         return ""
     return (
         " timm's schedulers are stepped with a number that the loop counts, so τ can't "
-        "drive them. Use torch's own: a warm-up "
-        "and a cosine are SequentialLR(optimizer, [LinearLR(optimizer, start_factor, "
-        "total_iters=w), "
+        "drive them. Use torch's own: a warm-up and a cosine are "
+        "SequentialLR(optimizer, [LinearLR(optimizer, start_factor, total_iters=w), "
         "CosineAnnealingLR(optimizer, T_max=T - w)], milestones=[w])."
     )

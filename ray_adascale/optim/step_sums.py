@@ -91,9 +91,9 @@ def mean_sq_norm(
     if weights is not None and len(weights) < len(norms):
         raise RuntimeError(
             f"This step has {len(norms)} backward passes, and sample_weights are of "
-            f"{len(weights)}. Set a weight for each pass "
-            "before the step's last backward pass; and add the losses of one "
-            "micro-batch: run.backward(loss + other_loss)."
+            f"{len(weights)}. Set a weight for each pass before the step's last "
+            "backward pass; and add the losses of one micro-batch: run.backward(loss + "
+            "other_loss)."
         )
     n = plan.num_samples
     parts = []
@@ -130,7 +130,8 @@ def checked_weights(weights: Iterable[float | Tensor]) -> list[float]:
         if not 0 <= number < math.inf:
             raise ValueError(
                 f"Invalid sample_weights={numbers}. Each must be at least 0: the share "
-                "of a micro-batch in the units of the step. A weight of 0 leaves it out."
+                "of a micro-batch in the units of the step. A weight of 0 leaves it "
+                "out."
             )
     return numbers
 
@@ -236,11 +237,9 @@ class StepSums:
             self.numbers["samples"] - self.numbers["reduced"]
         ).abs() / self.plan.multiple_of_mean
         relative = difference / self.numbers["a"].sum().sqrt()
-        return (
-            relative
-            if self.saw_all_passes
-            else relative * (self.numbers["complete"] > 0)
-        )
+        if self.saw_all_passes:
+            return relative
+        return relative * (self.numbers["complete"] > 0)
 
     def on_host(self) -> StepSums:
         """Return the sums on the CPU, after one copy, which waits for the device;

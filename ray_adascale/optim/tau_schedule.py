@@ -39,10 +39,9 @@ def _warn_of_early_end() -> None:
     if early and not hasattr(sys, "last_value"):
         warn_on_first_worker(
             f"The training loop has ended at effective step {early[-1][0]:.0f} of "
-            f"{early[-1][1]:g}, so the learning rate has "
-            "not reached the end of its schedule. With larger batches T takes more "
-            "epochs. Loop until T, with a last evaluation "
-            "after the loop: while not schedule.finished."
+            f"{early[-1][1]:g}, so the learning rate has not reached the end of its "
+            "schedule. With larger batches T takes more epochs. Loop until T, with a "
+            "last evaluation after the loop: while not schedule.finished."
         )
 
 
@@ -92,9 +91,9 @@ class TauSchedule(LRScheduler):
         if not isinstance(optimizer, AdaScale):
             raise ValueError(
                 f"Invalid optimizer of type {type(optimizer).__name__}. Must be the "
-                "AdaScale with the effective steps: "
-                "AdaScale(optimizer, ...), or the optimizer that attach() returns. "
-                "Build the schedule before the loop wraps it."
+                "AdaScale with the effective steps: AdaScale(optimizer, ...), or the "
+                "optimizer that attach() returns. Build the schedule before the loop "
+                "wraps it."
             )
         # LRScheduler.__init__ is not called, because it takes a first step and counts
         # the optimizer's calls.
@@ -223,7 +222,8 @@ class TauSchedule(LRScheduler):
     get_lr = get_last_lr
 
     def _advance(self) -> None:
-        tau, before = self._adascale.effective_steps, self._reached[0]
+        tau = self._adascale.effective_steps
+        before = self._reached[0]
         if tau > before:
             self._reached[:2] = tau, tau - before
         self._schedule.advance_to(tau)
@@ -265,7 +265,8 @@ class _Counted(LRScheduler):
     def __init__(self, scheduler: Any, unit: SchedulerUnit | None) -> None:
         self.optimizer = scheduler.optimizer
         self.last_epoch = 0
-        self._timms, self._unit = scheduler, unit
+        self._timms = scheduler
+        self._unit = unit
 
     def step(self, epoch: int | None = None) -> None:
         self.last_epoch += 1
@@ -291,8 +292,7 @@ def _as_torchs(scheduler: Any, unit: SchedulerUnit | None) -> Any:
         right = "epoch" if in_epochs else "step"
         raise ValueError(
             f"Invalid {unit=}: this {kind} has t_in_epochs={in_epochs}, so its unit is "
-            f"{right!r}. With the other unit it would "
-            "never change the learning rate."
+            f"{right!r}. With the other unit it would never change the learning rate."
         )
     counted = _Counted(scheduler, unit)
     fresh = dry_copy(counted)
@@ -306,7 +306,7 @@ def _as_torchs(scheduler: Any, unit: SchedulerUnit | None) -> Any:
     if not np.allclose(now, first, rtol=1e-5, atol=0):
         raise ValueError(
             f"The {kind} was stepped already: the LRs are {now}, and {first} at its "
-            "first step. Give a fresh scheduler and "
-            "never call its step(). The schedule calls it by τ, also after a resume."
+            "first step. Give a fresh scheduler and never call its step(). The "
+            "schedule calls it by τ, also after a resume."
         )
     return counted

@@ -43,10 +43,11 @@ class Workers:
             if workers != world_size:
                 raise ValueError(
                     f"Invalid {world_size=}: the process group has {workers} workers. "
-                    "Leave it out, or give process_group=, the "
-                    "workers that share the batch."
+                    "Leave it out, or give process_group=, the workers that share the "
+                    "batch."
                 )
-        self.count, self.group = world_size, process_group
+        self.count = world_size
+        self.group = process_group
 
     def __getstate__(self) -> dict[str, Any]:
         # a process group belongs to its process
@@ -73,20 +74,18 @@ class Workers:
         if self._assumed:
             raise RuntimeError(
                 "AdaScale was built before init_process_group(), and so for one "
-                f"worker; the process group has {found}. Build "
-                "AdaScale after init_process_group(). Where this process trains by "
-                "itself, give AdaScale(..., world_size=1)."
+                f"worker; the process group has {found}. Build AdaScale after "
+                "init_process_group(). Where this process trains by itself, give "
+                "AdaScale(..., world_size=1)."
             )
-        has = (
-            f"the process group has {found} workers"
-            if _initialized()
-            else "there is no process group"
-        )
+        if _initialized():
+            has = f"the process group has {found} workers"
+        else:
+            has = "there is no process group"
         raise RuntimeError(
             f"AdaScale was built with world_size={self.count}, and {has}, so gradients "
-            "and their norms are not those of "
-            f"{self.count} workers. Call init_process_group() before the first "
-            "backward pass, and leave world_size out. To "
-            "assume the scale of several workers in one process, give scale= in place "
-            "of world_size=."
+            f"and their norms are not those of {self.count} workers. Call "
+            "init_process_group() before the first backward pass, and leave world_size "
+            "out. To assume the scale of several workers in one process, give scale= "
+            "in place of world_size=."
         )

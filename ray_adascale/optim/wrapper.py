@@ -132,8 +132,7 @@ class OptimizerWrapper(Optimizer):
         except AttributeError:
             raise AttributeError(
                 f"{type(self).__name__!r} object has no attribute {name!r}, and "
-                "neither has the "
-                f"{type(self._optimizer).__name__} that it wraps.",
+                f"neither has the {type(self._optimizer).__name__} that it wraps.",
                 name=name,
                 obj=self,
             ) from None
@@ -172,10 +171,9 @@ def check_parameters(model: nn.Module, optimizer: Optimizer, *, alone: bool) -> 
     if foreign := sum(p not in own for p in given):
         raise ValueError(
             f"{foreign} of the optimizer's {len(given)} parameters are not in the "
-            "model, so steps would not train it. Build the "
-            "optimizer from model.parameters() after the model is final: after "
-            "deepcopy, .to() of another kind of tensor and "
-            "replaced layers."
+            "model, so steps would not train it. Build the optimizer from "
+            "model.parameters() after the model is final: after deepcopy, .to() of "
+            "another kind of tensor and replaced layers."
         )
     if alone and (
         left_out := [
@@ -184,8 +182,8 @@ def check_parameters(model: nn.Module, optimizer: Optimizer, *, alone: bool) -> 
     ):
         raise ValueError(
             f"No parameter group has {listed(left_out)}, which the model trains. Give "
-            "them to the optimizer, or freeze what is "
-            "not to be trained: part.requires_grad_(False)."
+            "them to the optimizer, or freeze what is not to be trained: "
+            "part.requires_grad_(False)."
         )
 
 
@@ -218,9 +216,8 @@ def check_wrappable(optimizer: Optimizer) -> None:
     if needs_closure(type(inner)):
         raise ValueError(
             f"AdaScale can't wrap {type(inner).__name__}, whose step needs the "
-            "closure: it evaluates the model within the "
-            "step, and the gain is that of the gradients before it. Use it without "
-            "AdaScale."
+            "closure: it evaluates the model within the step, and the gain is that of "
+            "the gradients before it. Use it without AdaScale."
         )
     for part, _ in parts_of(optimizer):
         for group in part.param_groups:
@@ -239,8 +236,8 @@ def _check_values(named: Iterable[tuple[str, Tensor]]) -> None:
         if isinstance(p, UninitializedParameter):
             raise ValueError(
                 f"{what} has no shape yet, as of a lazy module. Call the model once on "
-                "an example, before the optimizer is built: "
-                "with torch.no_grad(): model(example)."
+                "an example, before the optimizer is built: with torch.no_grad(): "
+                "model(example)."
             )
         if p.is_meta:
             raise ValueError(
@@ -266,7 +263,8 @@ def _check_shards(optimizer: Optimizer, group: dict[str, Any]) -> None:
     shard.grad = torch.zeros_like(shard)
     # without the user's hooks, which torch leaves out of copies
     twin = copy.copy(optimizer)
-    twin.state, twin.param_groups = defaultdict(dict), [{**group, "params": [shard]}]
+    twin.state = defaultdict(dict)
+    twin.param_groups = [{**group, "params": [shard]}]
     if smallest in optimizer.state:  # some have state from the start
         state = optimizer.state[smallest].items()
         twin.state[shard] = {
@@ -276,7 +274,8 @@ def _check_shards(optimizer: Optimizer, group: dict[str, Any]) -> None:
     try:
         twin.step()
     except RuntimeError as e:
-        name, workers = type(optimizer).__name__, cast(Any, smallest).device_mesh.size()
+        name = type(optimizer).__name__
+        workers = cast(Any, smallest).device_mesh.size()
         if group.get("fused"):
             why = (
                 f"torch {torch.__version__} has no sharding strategy for its kernel. "
@@ -285,9 +284,9 @@ def _check_shards(optimizer: Optimizer, group: dict[str, Any]) -> None:
         else:
             why = (
                 f"torch {torch.__version__} fails with a matrix of shape "
-                f"{tuple(smallest.shape)} over {workers} workers. Leave "
-                "matrices with fewer rows than workers to the other optimizer of the "
-                "chain, or use sharding='zero2'"
+                f"{tuple(smallest.shape)} over {workers} workers. Leave matrices with "
+                "fewer rows than workers to the other optimizer of the chain, or use "
+                "sharding='zero2'"
             )
         name += "(fused=True)" if group.get("fused") else ""
         raise ValueError(f"{name} can't step the shards of fully_shard: {why}.") from e

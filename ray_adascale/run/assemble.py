@@ -200,7 +200,9 @@ def _training_of(given: Given, data: RunData) -> Training:
     """Return model, optimizer and schedules, after a check that all workers have
     built the same. Collective.
     """
-    inputs, config, recipe = given.inputs, given.config, given.recipe
+    inputs = given.inputs
+    config = given.config
+    recipe = given.recipe
     plan = data.follower.plan
     schedule, base_schedule = _schedules_of(given, data)
     advice = check_schedule(
@@ -228,8 +230,11 @@ def _loop_of(given: Given, data: RunData, training: Training) -> RunParts:
     """Return the parts of the loop: what acts at step boundaries, what observes and
     what guards. The newest checkpoint is loaded on the way. Collective.
     """
-    inputs, config, backend = given.inputs, given.config, given.backend
-    wrapped, cpu_group = training.wrapped, training.cpu_group
+    inputs = given.inputs
+    config = given.config
+    backend = given.backend
+    wrapped = training.wrapped
+    cpu_group = training.cpu_group
     batch = ChooseBatch(data.follower, wrapped.optimizer)
     evaluation = Evaluation(
         inputs.evaluate,
@@ -368,7 +373,9 @@ def _train_state_of(
     Raises:
         ValueError: The user's own state can't be saved.
     """
-    inputs, recipe, backend = given.inputs, given.recipe, given.backend
+    inputs = given.inputs
+    recipe = given.recipe
+    backend = given.backend
     wrapped = training.wrapped
     parts: list[HasState] = [batch, evaluation]
     if training.clipping.expected is not None:
@@ -406,7 +413,9 @@ def _resume(
     """Load the newest checkpoint, or begin at the starting step. Return the next
     batch, and rank 0's trace and listeners. Collective.
     """
-    config, backend, loop = given.config, given.backend, train_state.loop
+    config = given.config
+    backend = given.backend
+    loop = train_state.loop
     plan = data.follower.plan
     start = _start_of(given.inputs.starting_step, train_state, evaluation)
     with backend.latest_checkpoint() as folder:
@@ -445,7 +454,8 @@ def _start_of(
     """Return the function that begins a run at τ = ``step``, after as many steps of
     base batches; None for 0.
     """
-    schedule, source = train_state.base_schedule, train_state.source
+    schedule = train_state.base_schedule
+    source = train_state.source
     if schedule.ended_at(step):
         raise ValueError(
             f"Invalid starting_step={step}: the run has {schedule.total_steps} "
@@ -466,8 +476,11 @@ def _start_of(
 
 def _data_of(given: Given) -> RunData:
     """Return the data of the run, with the first batch."""
-    inputs, config, backend = given.inputs, given.config, given.backend
-    dataset, workers = inputs.train_dataset, backend.world_size
+    inputs = given.inputs
+    config = given.config
+    backend = given.backend
+    dataset = inputs.train_dataset
+    workers = backend.world_size
     plan = config.batch.plan(workers)
     if config.batch.halves(plan):
         _tell_of_two_passes(plan, dataset)
@@ -515,9 +528,8 @@ def _tell_of_two_passes(plan: StepPlan, dataset: Any) -> None:
     ):
         raise ValueError(
             f"{why} Make two passes of half the size: AdaScaleConfig(accumulation=2, "
-            f"per_worker_batch_size={half}), with "
-            f"batches of {half} examples. A map-style dataset is split by the run "
-            "itself."
+            f"per_worker_batch_size={half}), with batches of {half} examples. A "
+            "map-style dataset is split by the run itself."
         )
     warn_at_user(
         f"{why} So a step has two passes of half the size, as with accumulation=2."
@@ -528,7 +540,9 @@ def _schedules_of(
     given: Given, data: RunData
 ) -> tuple[EffectiveSchedule, BaseSchedule]:
     """Return the schedule that drives the optimizer, and the base run's."""
-    inputs, config, total_steps = given.inputs, given.config, data.total_steps
+    inputs = given.inputs
+    config = given.config
+    total_steps = data.total_steps
     base_batch_size = config.batch.base_batch_size
     per_epoch = data.source.base_steps_per_epoch(base_batch_size)
     schedule = EffectiveSchedule(
@@ -571,8 +585,7 @@ def _check_early_stop(config: AdaScaleConfig, evaluate: object) -> None:
     if stop.metric in METRICS and evaluate is None:
         raise ValueError(
             f"Invalid EarlyStop(metric={stop.metric!r}): the {stop.metric} of one step "
-            "is mostly noise. Must be a metric that "
-            "evaluate returns."
+            "is mostly noise. Must be a metric that evaluate returns."
         )
 
 
@@ -617,8 +630,7 @@ def _check_epoch(follower: BatchFollower, config: AdaScaleConfig, dataset: Any) 
     if config.drop_last and config.batch_schedule is not None and most > len(dataset):
         raise SettingError(
             f"Invalid {{}} with drop_last=True: its largest batch has {most} examples, "
-            f"and an epoch has {len(dataset)}, so every "
-            "batch would be dropped. Use drop_last=False, which runs on into the next "
-            "epoch, or a smaller batch.",
+            f"and an epoch has {len(dataset)}, so every batch would be dropped. Use "
+            "drop_last=False, which runs on into the next epoch, or a smaller batch.",
             batch_schedule=str(config.batch_schedule),
         )

@@ -190,7 +190,8 @@ def check_recipe(recipe: Recipe, schedule: BaseSchedule) -> None:
     Raises:
         ValueError: It is not. The message names the difference.
     """
-    unit, per_epoch = schedule.scheduler_unit, schedule.base_steps_per_epoch
+    unit = schedule.scheduler_unit
+    per_epoch = schedule.base_steps_per_epoch
     if unit != recipe.scheduler_unit:
         raise ValueError(
             f"Invalid scheduler_unit={unit!r}. Must be the recipe's, "
@@ -199,22 +200,20 @@ def check_recipe(recipe: Recipe, schedule: BaseSchedule) -> None:
     if unit == "epoch" and per_epoch != recipe.base_steps_per_epoch:
         raise ValueError(
             f"The dataset has {per_epoch} base steps per epoch, the recipe's had "
-            f"{recipe.base_steps_per_epoch}, so the "
-            "scheduler would step at other effective steps. Use the same dataset, or "
-            "search anew."
+            f"{recipe.base_steps_per_epoch}, so the scheduler would step at other "
+            "effective steps. Use the same dataset, or search anew."
         )
     difference = curve_difference(recipe.lr_curve, schedule.lr_curve)
     if difference is not None:
         raise ValueError(
             f"The learning-rate curve is not the recipe's: {difference}. Build "
-            "optimizer and scheduler from the "
-            "hyperparameters in the workload's config, as in the search, or search "
-            "anew. For another learning rate leave the "
-            f"recipe out and give base_batch_size={recipe.base_batch_size} and "
-            f"total_steps={recipe.total_steps} instead (on the "
-            f"command line --base-batch-size {recipe.base_batch_size} --total-steps "
-            f"{recipe.total_steps} in place of --recipe, "
-            "and the hyperparameters): the run has no forecast then."
+            "optimizer and scheduler from the hyperparameters in the workload's "
+            "config, as in the search, or search anew. For another learning rate leave "
+            f"the recipe out and give base_batch_size={recipe.base_batch_size} and "
+            f"total_steps={recipe.total_steps} instead (on the command line "
+            f"--base-batch-size {recipe.base_batch_size} --total-steps "
+            f"{recipe.total_steps} in place of --recipe, and the hyperparameters): the "
+            "run has no forecast then."
         )
 
 
@@ -346,8 +345,8 @@ def _choose_sharding(
     if adam and config.sharding not in ("auto", "none"):
         raise SettingError(
             "Invalid {} with the rule AdamScale: its statistics need Adam's state of "
-            "every parameter on every worker. Use "
-            "sharding='none', or 'auto', which chooses it.",
+            "every parameter on every worker. Use sharding='none', or 'auto', which "
+            "chooses it.",
             sharding=config.sharding,
         )
     sparse = any(
@@ -356,8 +355,7 @@ def _choose_sharding(
     if sparse and workers > 1 and config.sharding in ("zero2", "fsdp2"):
         raise SettingError(
             "Invalid {} with SparseAdam, which needs sparse gradients: sharded ones "
-            "are dense. Use sharding='none', or 'auto', "
-            "which chooses it, or 'oss'.",
+            "are dense. Use sharding='none', or 'auto', which chooses it, or 'oss'.",
             sharding=config.sharding,
         )
     if adam or workers == 1:

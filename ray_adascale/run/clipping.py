@@ -42,14 +42,16 @@ class ExpectedNorm:
     """
 
     def __init__(self, multiple: float, window: float) -> None:
-        self._multiple, self._window = multiple, window
+        self._multiple = multiple
+        self._window = window
         self._total = self._weight = 0.0
         self._count = 0
         self._batch: int | None = None
         """B of the average, in examples: S is of another unit after a change of the
         base batch.
         """
-        self._scale, self._limit = 1.0, math.inf
+        self._scale = 1.0
+        self._limit = math.inf
         """S and the largest norm of the step that :meth:`limit` was called for."""
 
     def limit(
@@ -64,7 +66,8 @@ class ExpectedNorm:
             moments: Returns σ̄² and μ̄², to convert the average of another batch; NaN
                 where they are unknown.
         """
-        self._scale, self._limit = scale, math.inf
+        self._scale = scale
+        self._limit = math.inf
         if scale <= 1:
             return self._limit
         if self._batch is not None and batch != self._batch:
@@ -121,20 +124,18 @@ class Clipping:
     def __init__(
         self, config: AdaScaleConfig, recipe: Recipe | None, *, total_steps: int
     ) -> None:
-        setting, in_metric_of_adam = (
-            config.grad_clip,
-            metric_of(make_rule(config.rule)) == "adam",
-        )
+        setting = config.grad_clip
+        in_metric_of_adam = metric_of(make_rule(config.rule)) == "adam"
         if setting is None and recipe is not None and not in_metric_of_adam:
-            setting = (
-                OF_RECIPES if (recipe.settings or {}).get("grad_clip") is None else None
-            )
+            if (recipe.settings or {}).get("grad_clip") is None:
+                setting = OF_RECIPES
+            else:
+                setting = None
         multiple = clip_multiple(setting)
         if multiple is not None and in_metric_of_adam:
             raise SettingError(
                 "Invalid {}. The rule AdamScale measures gradients divided as Adam "
-                "does, which does not tell their norm. Give a "
-                "number.",
+                "does, which does not tell their norm. Give a number.",
                 grad_clip=setting,
             )
         self._number = setting if isinstance(setting, float | int) else None
@@ -167,8 +168,6 @@ class Clipping:
         """Use the numbers of the step that was clipped last. Return what its row in
         the trace then has.
         """
-        return (
-            {CLIPPED: True}
-            if self.expected is not None and self.expected.add(step)
-            else {}
-        )
+        if self.expected is not None and self.expected.add(step):
+            return {CLIPPED: True}
+        return {}

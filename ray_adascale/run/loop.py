@@ -159,16 +159,18 @@ class Run:
             recipe=recipe,
             backend=LocalBackend() if backend is None else backend,
         )
-        self.backend, self.config, self.plan = parts.backend, parts.config, parts.plan
+        self.backend = parts.backend
+        self.config = parts.config
+        self.plan = parts.plan
         own = parts.train_state
-        self.source, self.schedule, self.base_schedule = (
-            own.source,
-            own.schedule,
-            own.base_schedule,
-        )
+        self.source = own.source
+        self.schedule = own.schedule
+        self.base_schedule = own.base_schedule
         self.total_steps = self.base_schedule.total_steps
         """T."""
-        self.module, self.model, self.optimizer = own.module, parts.model, own.optimizer
+        self.module = own.module
+        self.model = parts.model
+        self.optimizer = own.optimizer
         self._rule = name_of(self.optimizer.rule)
         self.advice = parts.advice
         """Doubts about the schedule and the base batch, a sentence each. Rank 0 has
@@ -408,7 +410,8 @@ class Run:
         """The comparison with the base runs of the recipe; None without a recipe, and
         before the end.
         """
-        base, state = self.parts.base, self.state
+        base = self.parts.base
+        state = self.state
         if base is None or self.stopped in (None, INTERRUPTED):
             return None
         steps = max(state.iterations, 1)
@@ -704,11 +707,9 @@ class Run:
             self.parts.evaluation.finish(self)
         self.state.stopped = why
         if not self.state.metrics:  # there was no step
-            last, lr, progress = (
-                self.optimizer.last_step,
-                self.schedule.lrs[0],
-                self.state.progress,
-            )
+            last = self.optimizer.last_step
+            lr = self.schedule.lrs[0]
+            progress = self.state.progress
             metrics = self.parts.reporting.metrics(
                 last, self.plan, loss=math.nan, lr=lr, progress=progress
             )
@@ -733,7 +734,8 @@ class Run:
 
     def step_report(self) -> StepReport:
         """Return the report of this step boundary."""
-        tau, state = self.effective_steps, self.state
+        tau = self.effective_steps
+        state = self.state
         return StepReport(
             metrics=state.metrics,
             effective_steps=tau,
@@ -778,9 +780,8 @@ class Run:
         if not self.at_boundary:
             raise RuntimeError(
                 "A checkpoint between the passes of an optimizer step would lose their "
-                "gradients. Save at a step boundary: "
-                "after run.step() has returned True, before the next backward pass "
-                "(run.at_boundary)."
+                "gradients. Save at a step boundary: after run.step() has returned "
+                "True, before the next backward pass (run.at_boundary)."
             )
         self._read_step()
         with warns_if_alone(self.backend.rank, self.plan.workers):

@@ -23,17 +23,16 @@ from .guards.users_optimizer import LOOP, UsersOptimizer
 
 _DEPENDS_ON_NOTHING = (
     "In run.backward(loss): the loss depends on no trainable parameter. Was it "
-    "computed under torch.no_grad() or "
-    "inference_mode(), or from detached tensors or numbers (.detach(), .item())? Or is "
-    "every parameter frozen?"
+    "computed under torch.no_grad() or inference_mode(), or from detached tensors or "
+    "numbers (.detach(), .item())? Or is every parameter frozen?"
 )
 
 _FAILED = (
     "A backward pass of this step has ended in an exception, and has left incomplete "
-    "gradients. Leave the loop: `for ... in run` "
-    "begins again with the examples of this step, on one worker; with several start "
-    "again from the last checkpoint. If memory "
-    "was the cause, make per_worker_batch_size smaller, with the same global batch."
+    "gradients. Leave the loop: `for ... in run` begins again with the examples of "
+    "this step, on one worker; with several start again from the last checkpoint. If "
+    "memory was the cause, make per_worker_batch_size smaller, with the same global "
+    "batch."
 )
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -324,8 +323,7 @@ def _no_scalar(loss: object) -> ValueError:
         )
     return ValueError(
         f"Invalid loss of type {type(loss).__name__}. Must be a scalar tensor, the "
-        "mean over the examples, as the loss "
-        "function returns it: without .item()."
+        "mean over the examples, as the loss function returns it: without .item()."
     )
 
 

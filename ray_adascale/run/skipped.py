@@ -39,17 +39,14 @@ class SkippedSteps:
         total_steps: int,
         by_recipe: bool,
     ) -> None:
-        self._module, self._state, self._scaler, self._total_steps = (
-            module,
-            state,
-            scaler,
-            total_steps,
-        )
-        slower = (
-            "Search for a recipe with a lower learning rate"
-            if by_recipe
-            else "Lower the learning rate"
-        )
+        self._module = module
+        self._state = state
+        self._scaler = scaler
+        self._total_steps = total_steps
+        if by_recipe:
+            slower = "Search for a recipe with a lower learning rate"
+        else:
+            slower = "Lower the learning rate"
         self._remedy = f"{slower}, clip gradients, or check the data of this step."
         self._warned = self._warned_of_buffers = False
 
@@ -76,9 +73,8 @@ class SkippedSteps:
             self._warned = True
             warn_on_first_worker(
                 f"Step {step} was skipped, because its gradient is not finite (loss "
-                f"{loss:g}). Weights and effective steps stay "
-                "as they were. Further ones are not warned of: summary() and the "
-                "report count skipped steps. "
+                f"{loss:g}). Weights and effective steps stay as they were. Further "
+                "ones are not warned of: summary() and the report count skipped steps. "
                 f"{self._remedy}"
             )
         if not self._warned_of_buffers and (
@@ -87,17 +83,15 @@ class SkippedSteps:
             self._warned_of_buffers = True
             warn_on_first_worker(
                 f"Step {step} was skipped, and left NaN in the buffer {names[0]!r} "
-                f"(one of {len(names)}). It stays there, so "
-                "evaluations return NaN. Keep such examples out of the data, or set "
-                "the buffers anew in the loop (batch norm: "
-                "module.reset_running_stats())."
+                f"(one of {len(names)}). It stays there, so evaluations return NaN. "
+                "Keep such examples out of the data, or set the buffers anew in the "
+                "loop (batch norm: module.reset_running_stats())."
             )
         if in_a_row >= MOST_SKIPPED:
             loss_scale = 1.0 if self._scaler is None else self._scaler.get_scale()
             raise FloatingPointError(
                 f"The gradient was not finite in {in_a_row} optimizer steps in a row, "
-                f"up to step {step} at effective step "
-                f"{effective_steps:.1f} of {self._total_steps} (loss {loss:g}, loss "
-                f"scale {loss_scale:g}). These steps left the "
-                f"weights as they were. {self._remedy}"
+                f"up to step {step} at effective step {effective_steps:.1f} of "
+                f"{self._total_steps} (loss {loss:g}, loss scale {loss_scale:g}). "
+                f"These steps left the weights as they were. {self._remedy}"
             )

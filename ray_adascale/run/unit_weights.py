@@ -38,7 +38,9 @@ class UnitWeights:
         workers: int,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._units_of, self._workers, self._group = units_of, workers, group
+        self._units_of = units_of
+        self._workers = workers
+        self._group = group
 
     def weighted(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Yield the micro-batches with their weights. Collective, once a step.

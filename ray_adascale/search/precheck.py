@@ -86,7 +86,8 @@ def check_at_draws(
         failures[at], found = failed, []
     if not found and len(set(failures.values())) == 1:
         text = (
-            f"{failed}\nIt failed alike at each draw from the search space: "
+            f"{failed}\n"
+            "It failed alike at each draw from the search space: "
             f"{'; '.join(failures)}."
         )
         return [Finding("failed", text)]
@@ -109,7 +110,8 @@ def _draws(
     # imported here, because a run needs no Ray Tune
     from ray.tune.search.variant_generator import generate_variants
 
-    random, taken = np.random.default_rng(seed), set[str]()
+    random = np.random.default_rng(seed)
+    taken = set[str]()
 
     def items(variant: tuple[Any, Any]) -> set[str]:
         return {f"{path}={value!r}" for path, value in variant[0].items()}

@@ -76,15 +76,13 @@ class RepeatPlan:
         if not earlier:
             raise ValueError(
                 f"The repeats in {folder} are those of another search, whose own "
-                "folder is gone. Delete that folder, or choose "
-                "another name."
+                "folder is gone. Delete that folder, or choose another name."
             )
         for name, now in zip(("repeats", "repeat_best"), search.again, strict=True):
             if found[name] != now:
                 raise SettingError(
                     f"Invalid {{}}: the repeats in {folder} were started with "
-                    f"{found[name]}. Restore it to continue, or choose "
-                    "another name.",
+                    f"{found[name]}. Restore it to continue, or choose another name.",
                     "",
                     **{name: now},
                 )

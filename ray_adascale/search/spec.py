@@ -168,13 +168,13 @@ class SearchSpec:
         ):
             raise ValueError(
                 "A scheduler that stops trials needs Ray's dashboard when trials have "
-                "workers of their own (scaling_config): "
-                "without it the resources of a stopped trial are never freed, and the "
-                "search hangs. Start Ray with it (pip "
-                "install 'ray[default]'; ray.init(include_dashboard=True)), or use "
-                "scheduler=None."
+                "workers of their own (scaling_config): without it the resources of a "
+                "stopped trial are never freed, and the search hangs. Start Ray with "
+                "it (pip install 'ray[default]'; ray.init(include_dashboard=True)), or "
+                "use scheduler=None."
             )
-        have, most = ray.cluster_resources(), self.search.max_concurrent_trials
+        have = ray.cluster_resources()
+        most = self.search.max_concurrent_trials
         fit = min(
             (
                 int(have.get(key, 0) / value)
@@ -220,7 +220,8 @@ class SearchSpec:
             ValueError: Another search was started there.
         """
         path = join(folder, SEARCH)
-        description, before = self.description(), read_json(path)
+        description = self.description()
+        before = read_json(path)
         if before is None:
             begun = Begun(uuid.uuid4().hex[:8], earlier=False)
             write_json(path, description | {"id": begun.id})
@@ -229,15 +230,15 @@ class SearchSpec:
             if key in before and before[key] != now:
                 raise ValueError(
                     f"Invalid {key}={now!r}: the search in {folder} was started with "
-                    f"{before[key]!r}. Restore it to "
-                    "continue, or choose another name."
+                    f"{before[key]!r}. Restore it to continue, or choose another name."
                 )
         return Begun(before["id"], earlier=True)
 
     # ---- checks ----------------------------------------------------------------------
 
     def _check_resources(self) -> None:
-        scaling, resources = self.search.scaling_config, self.search.resources_per_trial
+        scaling = self.search.scaling_config
+        resources = self.search.resources_per_trial
         if scaling is None:
             numbers = (
                 self.resources.values() if isinstance(self.resources, Mapping) else ()
@@ -258,22 +259,21 @@ class SearchSpec:
         workers = scaling.num_workers
         if isinstance(workers, tuple) or workers < 2:
             raise SettingError(
-                "Invalid {} for a trial. Must be a fixed number of at least 2; a trial "
-                "in one process needs no scaling_config.",
+                "Invalid {} for a trial. Must be a fixed number of at least 2; a "
+                "trial in one process needs no scaling_config.",
                 "ScalingConfig",
                 num_workers=workers,
             )
         if resources is not None:
             raise ValueError(
                 f"Invalid resources_per_trial={resources!r} with scaling_config. Give "
-                "a worker's resources in "
-                "ScalingConfig(resources_per_worker=...)."
+                "a worker's resources in ScalingConfig(resources_per_worker=...)."
             )
         if not isinstance(self.search.search_alg, Searcher | str | None):
             raise ValueError(
                 f"Invalid search_alg: a {type(self.search.search_alg).__name__} with "
-                "scaling_config. The number of trials at a "
-                "time must be limited from outside: give a Searcher, or None."
+                "scaling_config. The number of trials at a time must be limited from "
+                "outside: give a Searcher, or None."
             )
 
     def _check_that_config_is_used(self) -> None:
@@ -281,10 +281,8 @@ class SearchSpec:
         for name, default in (
             (setting.name, setting.default) for setting in fields(AdaScaleConfig)
         ):
-            used, given = (
-                getattr(self.trial_config, name),
-                getattr(self.search.config, name),
-            )
+            used = getattr(self.trial_config, name)
+            given = getattr(self.search.config, name)
             if given not in (used, default):
                 text = (
                     f"Invalid {{}} for a search: its trials have {name}={used!r}. "
@@ -302,11 +300,11 @@ class SearchSpec:
         ):
             raise ValueError(
                 f"Invalid scheduler: {kind.__name__} with scaling_config. It may pause "
-                "trials, which is impossible for "
-                "trials with workers of their own. Use 'asha', "
-                "schedulers.MedianStoppingRule or None."
+                "trials, which is impossible for trials with workers of their own. Use "
+                "'asha', schedulers.MedianStoppingRule or None."
             )
-        most, searcher = self.search.max_concurrent_trials, self.search.search_alg
+        most = self.search.max_concurrent_trials
+        searcher = self.search.search_alg
         if most is not None and not isinstance(searcher, Searcher | str | None):
             name = type(searcher).__name__
             raise ValueError(
@@ -321,7 +319,8 @@ class SearchSpec:
         """The settings of each trial's run. On several workers the same batch, in
         parts as in the given settings.
         """
-        given, scaling = self.search.config, self.search.scaling_config
+        given = self.search.config
+        scaling = self.search.scaling_config
         seed = check_count("seed", given.seed, 0)
         base = base_config(
             given,
@@ -345,8 +344,8 @@ class SearchSpec:
         if plan.scale != 1:
             raise SettingError(
                 f"Invalid {{}} for a base batch of {base.base_batch_size}: each of "
-                f"{plan.passes} passes of a worker needs "
-                "at least one example. Use fewer workers or passes.",
+                f"{plan.passes} passes of a worker needs at least one example. Use "
+                "fewer workers or passes.",
                 "ScalingConfig",
                 num_workers=num_workers,
             )
@@ -359,10 +358,8 @@ class SearchSpec:
         if scheduler is None:
             return schedulers.FIFOScheduler()
         if isinstance(scheduler, str) and scheduler == "asha":
-            steps, epochs = (
-                self.search.config.total_steps,
-                self.search.config.total_epochs,
-            )
+            steps = self.search.config.total_steps
+            epochs = self.search.config.total_epochs
             clock, length = (
                 (EPOCHS, epochs) if steps is None else ("effective_steps", steps)
             )
@@ -381,10 +378,9 @@ class SearchSpec:
         ):
             raise ValueError(
                 f"Invalid scheduler: {kind}. It changes the config of running trials, "
-                "so no single config gives the "
-                "winner's schedule and a recipe could not repeat it. Use 'asha', or "
-                "any scheduler that only stops "
-                "or pauses trials."
+                "so no single config gives the winner's schedule and a recipe could "
+                "not repeat it. Use 'asha', or any scheduler that only stops or pauses "
+                "trials."
             )
         if isinstance(scheduler, schedulers.ResourceChangingScheduler):
             raise ValueError(
@@ -395,8 +391,7 @@ class SearchSpec:
         if scheduler.metric is not None:
             raise ValueError(
                 f"Invalid scheduler: {kind} with metric={scheduler.metric!r}. Leave "
-                "its metric and mode out: they are the "
-                "workload's."
+                "its metric and mode out: they are the workload's."
             )
         return scheduler
 

@@ -141,12 +141,14 @@ class Collected:
         Raises:
             FloatingPointError: The metric is not finite, or is missing.
         """
-        report, schedule = dict(outcome.metrics), outcome.schedule
+        report = dict(outcome.metrics)
+        schedule = outcome.schedule
         if self._losses and "loss" not in self.evaluated:
             # A single batch's loss is mostly noise: a search that compared them would
             # pick the luckiest trial.
             report["loss"] = float(self._loss) / self._losses
-        self._loss, self._losses = 0.0, 0
+        self._loss = 0.0
+        self._losses = 0
         value = float(report.get(self._metric, math.nan))
         if not math.isfinite(value):
             raise FloatingPointError(
@@ -190,7 +192,8 @@ class Collected:
         """Load the data from a checkpoint's folder."""
         own = json.loads((folder / _FILE).read_text(encoding="utf-8"))
         self.noise = [NoiseProbe(**probe) for probe in own["noise"]]
-        self._loss, self._losses = own["loss"], own["losses"]
+        self._loss = own["loss"]
+        self._losses = own["losses"]
 
 
 class _TuneBackend(Backend):
@@ -199,7 +202,8 @@ class _TuneBackend(Backend):
     """
 
     def __init__(self, collected: Collected, *, checkpoints: bool) -> None:
-        self.rank, self.world_size = 0, 1
+        self.rank = 0
+        self.world_size = 1
         cuda = torch.cuda.is_available()  # Ray makes only the trial's own GPUs visible
         self.device = (
             torch.device("cuda", torch.cuda.current_device())

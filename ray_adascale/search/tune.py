@@ -130,8 +130,8 @@ def _require(lock: RunLock, name: str) -> None:
     if lock.lost is not None:
         raise RuntimeError(
             f"The search {name!r} was continued by {lock.lost} while this process was "
-            "suspended, so its results are mixed. Wait "
-            "for that process, or start again under another name."
+            "suspended, so its results are mixed. Wait for that process, or start "
+            "again under another name."
         )
 
 
@@ -185,9 +185,8 @@ def _recipe_of(
         warn_at_user(
             "The best trial failed with another seed "
             f"({failed_repeats[0][1].error_line.rstrip('.')}). The recipe has no "
-            "second "
-            "score, and perhaps no noise for a forecast. Search again at smaller "
-            "learning rates."
+            "second score, and perhaps no noise for a forecast. Search again at "
+            "smaller learning rates."
         )
     return freeze(
         outcome,
@@ -238,7 +237,8 @@ class _RunningSearch:
 
     def run_trials(self) -> list[Finished]:
         """Run all trials and return their results."""
-        spec, search = self.spec, self.spec.search
+        spec = self.spec
+        search = self.spec.search
         watch = Watch(
             spec.num_trials,
             begun=self.begun,
@@ -326,7 +326,8 @@ class _RunningSearch:
             name: Tune's folder for them has this name.
             share: Most extra passes that measure the noise, as a share of T.
         """
-        spec, workload = self.spec, portable(self.spec.search.workload)
+        spec = self.spec
+        workload = portable(self.spec.search.workload)
         if self.spec.search.scaling_config is None:
             return InOneProcess(
                 workload=workload,
@@ -446,9 +447,9 @@ def _ranking(trials: list[Finished]) -> list[tuple[Finished, BaseResult]]:
             if value != first[name]:
                 raise ValueError(
                     f"Trials differ in {name}: {first[name]!r} at "
-                    f"{describe_config(firsts_config)}, "
-                    f"{value!r} at {describe_config(config)}. They can't be compared: "
-                    "take it out of the search space."
+                    f"{describe_config(firsts_config)}, {value!r} at "
+                    f"{describe_config(config)}. They can't be compared: take it out "
+                    "of the search space."
                 )
     if compared:
         return reached_end(trials)
@@ -463,8 +464,8 @@ def _ranking(trials: list[Finished]) -> list[tuple[Finished, BaseResult]]:
     others = "" if len(failed) == len(trials) else ", the scheduler stopped the others"
     raise RuntimeError(
         f"No trial reached the end: {len(failed)} of {len(trials)} failed{others}. "
-        f"{which}, {example.trial_id} at "
-        f"{describe_config(example.config)}: {example.error_text}"
+        f"{which}, {example.trial_id} at {describe_config(example.config)}: "
+        f"{example.error_text}"
     ) from example.error
 
 
@@ -498,8 +499,8 @@ def _warn_of(
     for name, edge in _at_edge(best, trials).items():
         warn_at_user(
             f"{diverged} of {len(trials)} trials diverged, and the best has "
-            f"{name}={best[name]:.3g}, at the edge of those tried: "
-            f"search {'below' if edge == 'smallest' else 'above'} it, too."
+            f"{name}={best[name]:.3g}, at the edge of those tried: search "
+            f"{'below' if edge == 'smallest' else 'above'} it, too."
         )
 
 

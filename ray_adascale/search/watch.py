@@ -80,10 +80,8 @@ class Finished:
         """Return whether this trial might have won if it had not failed: it was
         lost, or was better than the winner is.
         """
-        diverged, objective = (
-            isinstance(self.error, FloatingPointError),
-            self.metrics.get(OBJECTIVE, -math.inf),
-        )
+        diverged = isinstance(self.error, FloatingPointError)
+        objective = self.metrics.get(OBJECTIVE, -math.inf)
         return self.error is not None and (
             is_nobodys_mistake(self.error)
             or (objective > winner.objective and not diverged)
@@ -285,10 +283,8 @@ class Watch(tune.Callback):
             return f"failed {where}: {trial.error_line}"
         outcome = trial.outcome
         if outcome is None:
-            tau, total = (
-                trial.metrics.get("effective_steps", 0),
-                trial.metrics.get("total_steps", "?"),
-            )
+            tau = trial.metrics.get("effective_steps", 0)
+            total = trial.metrics.get("total_steps", "?")
             return f"stopped early {where}, at effective step {tau:.0f} of {total}"
         return f"{outcome.metric} {outcome.score:.4g} {where}{best and f' ({best})'}"
 
@@ -417,7 +413,8 @@ def _cause(trial: Any) -> Exception:
     the last line of its traceback.
     """
     # The files are on the driver, not yet in storage; Trial's own methods read storage.
-    pickled, text = trial.pickled_error_file, trial.error_file
+    pickled = trial.pickled_error_file
+    text = trial.error_file
     if pickled is not None and Path(pickled).is_file():
         error = cloudpickle.loads(Path(pickled).read_bytes())  # written by this process
         # the trial's own exception, without Ray's wrapper

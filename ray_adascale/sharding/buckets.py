@@ -33,11 +33,9 @@ def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
 
 def memory_view(tensor: Tensor) -> Tensor:
     """Return a dense tensor's elements in memory order, as a 1-D view."""
-    return (
-        tensor.view(-1)
-        if tensor.is_contiguous()
-        else tensor.as_strided((tensor.numel(),), (1,))
-    )
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,8 @@ class Bucket:
         )
         self.params = [params[i] for i in order]
         self.groups = [groups[i] for i in order]
-        self.rank, self.world_size = rank, world_size
+        self.rank = rank
+        self.world_size = world_size
         align = max(1, _ALIGN_BYTES // self.params[0].element_size())
         self.offsets: list[int] = []
         end = 0
@@ -159,11 +158,9 @@ class Bucket:
         )
         self.fragments: list[Fragment] = []
         for span in self.spans(rank):
-            param, group, offset = (
-                self.params[span.index],
-                self.groups[span.index],
-                self.offsets[span.index] + span.start,
-            )
+            param = self.params[span.index]
+            group = self.groups[span.index]
+            offset = self.offsets[span.index] + span.start
             self.fragments.append(
                 Fragment(
                     param, group, span.start, span.numel, self.flat.new_empty(0), offset
@@ -183,10 +180,12 @@ class Bucket:
 
     def spans(self, rank: int) -> list[Span]:
         """Return the elements of each parameter that a worker owns."""
-        low, high = self.bounds[rank], self.bounds[rank + 1]
+        low = self.bounds[rank]
+        high = self.bounds[rank + 1]
         spans = []
         for i, (p, offset) in enumerate(zip(self.params, self.offsets, strict=True)):
-            start, end = max(offset, low), min(offset + p.numel(), high)
+            start = max(offset, low)
+            end = min(offset + p.numel(), high)
             if start < end or (p.numel() == 0 and rank == 0):
                 spans.append(Span(i, max(start - offset, 0), max(end - start, 0)))
         return spans
@@ -202,8 +201,8 @@ class Bucket:
         if any((p.dtype, p.device) != (first.dtype, first.device) for p in self.params):
             raise RuntimeError(
                 "Parameters that were of one dtype and device when they were sharded "
-                "are not any more. Move and convert the "
-                "model before its optimizer is sharded."
+                "are not any more. Move and convert the model before its optimizer is "
+                "sharded."
             )
         for p, shape in zip(self.params, self._shapes, strict=True):
             if p.shape != shape:
@@ -241,7 +240,8 @@ class Bucket:
         """Copy this worker's fragments back into the buffer if an optimizer gave
         them other memory (``p.data = ...``).
         """
-        start, size = self.flat.data_ptr(), self.flat.element_size()
+        start = self.flat.data_ptr()
+        size = self.flat.element_size()
         for fragment in self.fragments:
             if (
                 fragment.numel

@@ -77,11 +77,10 @@ def collect_state(
                 state[name] = payload
                 continue
             source = share[held[i].tensor][name].detach() if owner == rank else None
-            into = (
-                place_for(state, name, kind, payload, params[i], start, numel)
-                if receives
-                else None
-            )
+            if receives:
+                into = place_for(state, name, kind, payload, params[i], start, numel)
+            else:
+                into = None
             if owner == recipient or world_size == 1:
                 if source is not None and into is not None:
                     into.copy_(source)
@@ -104,19 +103,18 @@ def _move(
     group: dist.ProcessGroup | None,
 ) -> None:
     """Send one tensor, or part of it, from its owner to another worker or to all."""
-    shape, dtype = payload[0], getattr(torch, payload[1])
+    shape = payload[0]
+    dtype = getattr(torch, payload[1])
     backends = dist.get_backend_config(group)
     cpu = "nccl" not in backends or "gloo" in backends
-    device = (
-        torch.device("cpu")
-        if cpu
-        else torch.device("cuda", torch.cuda.current_device())
-    )
-    carrier = (
-        torch.empty(shape, dtype=dtype, device=device)
-        if source is None
-        else source.to(device).contiguous()
-    )
+    if cpu:
+        device = torch.device("cpu")
+    else:
+        device = torch.device("cuda", torch.cuda.current_device())
+    if source is None:
+        carrier = torch.empty(shape, dtype=dtype, device=device)
+    else:
+        carrier = source.to(device).contiguous()
     if carrier.numel():
         data = as_bytes(carrier.view(-1))
         if recipient == EVERYONE:

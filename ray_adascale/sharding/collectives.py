@@ -80,7 +80,8 @@ class Reduction:
         group: dist.ProcessGroup | None,
         buffers: Buffers,
     ) -> None:
-        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        rank = dist.get_rank(group)
+        world_size = dist.get_world_size(group)
         sizes = [b - a for a, b in itertools.pairwise(bounds)]
         own = sizes[rank]
         self._buffers = buffers
@@ -147,7 +148,8 @@ def gather_shards(
             ``bounds[r + 1]``; the same on all workers.
         group: Process group; the default one if None.
     """
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    world_size = dist.get_world_size(group)
     receives: list[dist.Work | None] = []
     sends: list[tuple[Tensor, int]] = []
     for flat, bounds in buffers:
@@ -155,10 +157,8 @@ def gather_shards(
         backend = _backend(group, flat.device)
         if backend == "gloo" and flat.device.type == "cpu":
             for distance in range(1, world_size):
-                source, target = (
-                    (rank - distance) % world_size,
-                    (rank + distance) % world_size,
-                )
+                source = (rank - distance) % world_size
+                target = (rank + distance) % world_size
                 if shards[source].numel():
                     receives.append(
                         dist.irecv(

@@ -52,7 +52,8 @@ class BufferLayout:
             size + (most if bucket.equal_shards else len(spans))
             for spans, size in zip(spans_of, sizes, strict=True)
         ]
-        self.own, self.own_size = spans_of[bucket.rank], sizes[bucket.rank]
+        self.own = spans_of[bucket.rank]
+        self.own_size = sizes[bucket.rank]
         self.bounds = [0, *itertools.accumulate(ends)]
         # Each worker's spans, with their first elements in the buffer.
         places = [
@@ -87,11 +88,10 @@ class BufferLayout:
         for span, at in places:
             if span.numel:
                 g = self._bucket.groups[span.index]
-                first = (
-                    segments.pop()[1]
-                    if segments and segments[-1][0] == g
-                    else at - start
-                )
+                if segments and segments[-1][0] == g:
+                    first = segments.pop()[1]
+                else:
+                    first = at - start
                 segments.append((g, first, at + span.numel - start))
         return segments
 
@@ -239,11 +239,10 @@ class GradientBucket:
             self._flag_positions.to(summand.device),
             self._flags_of(tuple(self._seen), summand),
         )
-        wire_dtype = (
-            summand.dtype
-            if summand.dtype.itemsize < 4
-            else self._wire_dtype or summand.dtype
-        )
+        if summand.dtype.itemsize < 4:
+            wire_dtype = summand.dtype
+        else:
+            wire_dtype = self._wire_dtype or summand.dtype
         if wire_dtype.itemsize < 4:
             # The sum of N half-precision numbers may overflow where their mean does
             # not.
@@ -298,7 +297,8 @@ class GradientBucket:
         self.held = True
         self._work = self._wire = self.accumulated = None
         used = [True] * len(self.bucket.fragments)
-        mine, own_size = self.layout.own, self.layout.own_size
+        mine = self.layout.own
+        own_size = self.layout.own_size
         if not all(self._seen[span.index] for span in mine):
             # Only in this case the host must read the flags, and waits: another worker
             # may have used a parameter that this one did not, and the optimizer must

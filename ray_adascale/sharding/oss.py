@@ -156,8 +156,8 @@ class OSS(Optimizer):
         if not (isinstance(optim, type) and issubclass(optim, Optimizer)):
             raise TypeError(
                 f"Invalid {optim=}. Must be an optimizer class, as in OSS(params, "
-                "optim=torch.optim.SGD, lr=0.1); for an "
-                "optimizer that is built already use OSS.wrap(optimizer)."
+                "optim=torch.optim.SGD, lr=0.1); for an optimizer that is built "
+                "already use OSS.wrap(optimizer)."
             )
         if broadcast_fp16:
             raise ValueError(
@@ -196,7 +196,9 @@ class OSS(Optimizer):
     def _split(
         self, optimizer: Optimizer, group: dist.ProcessGroup | None, bucket_numel: int
     ) -> None:
-        self.group, self.rank, self.world_size = group, 0, 1
+        self.group = group
+        self.rank = 0
+        self.world_size = 1
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world_size = (
                 dist.get_rank(group),
@@ -355,9 +357,9 @@ class OSS(Optimizer):
         """Return the number, in a state dict, of each parameter that is not a
         fragment's tensor itself.
         """
-        return (
-            {p: i for i, p in enumerate(self._params())} if self.world_size > 1 else {}
-        )
+        if self.world_size > 1:
+            return {p: i for i, p in enumerate(self._params())}
+        return {}
 
     @property
     def _shares(self) -> ShareState:
@@ -413,7 +415,8 @@ class OSS(Optimizer):
             make_state(self._full, self._shares, self.fragments)
             return None
         self._known.check(self.param_groups)
-        loss, in_place = None, False
+        loss = None
+        in_place = False
 
         def evaluate() -> Any:
             nonlocal loss, in_place
@@ -436,11 +439,10 @@ class OSS(Optimizer):
         for part in (self._full, *(part for part, _ in parts_of(self._full))):
             part._opt_called = True  # type: ignore[attr-defined]
         try:
-            result = (
-                self._shard.step(**kwargs)
-                if closure is None
-                else self._shard.step(evaluate, **kwargs)
-            )
+            if closure is None:
+                result = self._shard.step(**kwargs)
+            else:
+                result = self._shard.step(evaluate, **kwargs)
         finally:
             if self.world_size > 1:
                 for f in self.fragments:
@@ -450,7 +452,8 @@ class OSS(Optimizer):
         self._gather()
         if (reducer := self.reducer()) is not None:
             reducer.consume()
-        self._shares.made, self._shares.collected = True, None
+        self._shares.made = True
+        self._shares.collected = None
         return loss if result is None else result
 
     def _bind(self) -> None:
@@ -575,7 +578,8 @@ class OSS(Optimizer):
             ]
             total = torch.nn.utils.get_total_norm(grads, norm_type)
         else:
-            device, group = params[0].device, process_group or self.group
+            device = params[0].device
+            group = process_group or self.group
             wide = any(p.dtype in (torch.float64, torch.complex128) for p in params)
             # Other groups' workers may have parameters of other dtypes, so their norms
             # are sent as float64.
@@ -590,9 +594,8 @@ class OSS(Optimizer):
         if used:
             raise RuntimeError(
                 "clip_grad_norm() after step(): under ShardedDataParallel the step has "
-                "consumed the gradients. Call it between "
-                "backward() and step(); for the norm alone, clip_grad_norm(math.inf) "
-                "there."
+                "consumed the gradients. Call it between backward() and step(); for "
+                "the norm alone, clip_grad_norm(math.inf) there."
             )
         clipped = [f.tensor for f in self.fragments] if shared else params
         torch.nn.utils.clip_grads_with_norm_(
@@ -641,7 +644,8 @@ class OSS(Optimizer):
         Args:
             recipient_rank: Rank in the process group; −1 for all of them.
         """
-        shares, workers = self._shares, (self.group, self.rank, self.world_size)
+        shares = self._shares
+        workers = (self.group, self.rank, self.world_size)
         shares.collected = None
         shares.collected = collect_state(
             shares, self._params(), self.fragments, *workers, recipient=recipient_rank
@@ -684,7 +688,8 @@ class OSS(Optimizer):
             ValueError: The groups differ in number or size.
         """
         state_dict = _hooks.before_load(state_dict, self, self._full)
-        saved, saved_groups = state_dict["state"], state_dict["param_groups"]
+        saved = state_dict["state"]
+        saved_groups = state_dict["param_groups"]
         check_sizes(saved_groups, self.param_groups)
         where = dict(
             zip(

@@ -138,8 +138,8 @@ def check_optimizer(optimizer: Optimizer, world_size: int) -> None:
             name = type(part).__name__
             raise ValueError(
                 f"{name} holds another optimizer, in {held!r}, and OSS would shard "
-                "nothing of it. Shard that one, and wrap it, "
-                f"as in {name}(OSS(...)); or use {name} without OSS."
+                f"nothing of it. Shard that one, and wrap it, as in {name}(OSS(...)); "
+                f"or use {name} without OSS."
             )
 
 
@@ -218,7 +218,8 @@ def divide(
     buckets: list[Bucket] = []
     for kind in (True, False):
         which = [i for i, g in enumerate(groups) if elementwise[g] == kind]
-        chosen, of = [params[i] for i in which], [groups[i] for i in which]
+        chosen = [params[i] for i in which]
+        of = [groups[i] for i in which]
         whole = None if kind else owners.add(chosen)
         buckets += make_buckets(
             chosen, of, whole, rank=rank, world_size=owners.world_size, numel=numel

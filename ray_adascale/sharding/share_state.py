@@ -22,10 +22,9 @@ _PER_PARAMETER = frozenset({"params", "param_names"})
 
 NOT_COLLECTED = (
     "The optimizer state is sharded. Call consolidate_state_dict(recipient_rank) on "
-    "all workers after the last step, then "
-    "state_dict() on the recipient; for torch.distributed.checkpoint.state_dict, "
-    "consolidate_state_dict(-1). Or checkpoint each "
-    "share with ray_adascale.checkpoint."
+    "all workers after the last step, then state_dict() on the recipient; for "
+    "torch.distributed.checkpoint.state_dict, consolidate_state_dict(-1). Or "
+    "checkpoint each share with ray_adascale.checkpoint."
 )
 
 
@@ -49,7 +48,8 @@ class ShareState(defaultdict[Any, dict[Any, Any]]):
         made: bool,
     ) -> None:
         super().__init__(dict, share)
-        self.numbers, self.made = numbers, made
+        self.numbers = numbers
+        self.made = made
         self.collected: dict[Any, Any] | None = None
 
     def __bool__(self) -> bool:
@@ -164,8 +164,7 @@ def describe_entry(value: Any, fragment: Fragment) -> tuple[str, Any]:
     if not (same or value != value):  # NaN is no worse than other numbers
         raise TypeError(
             f"Can't collect optimizer state of type {type(value).__name__}: only "
-            "tensors, numbers, strings, None and lists of "
-            "these."
+            "tensors, numbers, strings, None and lists of these."
         )
     return "value", value
 

@@ -107,7 +107,8 @@ def _meet(a: _Span, b: _Span) -> bool:
     marks = torch.zeros((max(a.end, b.end) - low) // size, dtype=torch.bool)
 
     def marks_of(span: _Span) -> Tensor:
-        shape, strides = span.tensor.shape, span.tensor.stride()
+        shape = span.tensor.shape
+        strides = span.tensor.stride()
         return marks.as_strided(shape, strides, (span.start - low) // size)
 
     marks_of(a).fill_(True)

@@ -44,7 +44,8 @@ _log = logging.getLogger(__name__)
 
 _RAYS_NAME = re.compile(r"checkpoint_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d\.\d{6}")
 """The name of a checkpoint's folder in a Ray run: the time."""
-_LOOKS, _LOOK_AGAIN_S = 20, 0.5
+_LOOKS = 20
+_LOOK_AGAIN_S = 0.5
 """How often a worker looks for the driver's files, which NFS may have cached, and
 seconds between two looks.
 """
@@ -106,10 +107,8 @@ class RayTrainBackend(Backend):
         Raises:
             ValueError: It does not, so the storage path is not shared.
         """
-        folder, filesystem = (
-            self._storage.experiment_fs_path,
-            self._storage.storage_filesystem,
-        )
+        folder = self._storage.experiment_fs_path
+        filesystem = self._storage.storage_filesystem
         for _ in range(_LOOKS):
             if LOCK in list_names(folder, filesystem):
                 return
@@ -173,10 +172,8 @@ class RayTrainBackend(Backend):
 
         Called on rank 0, since it reads the whole checkpoint.
         """
-        folder, filesystem = (
-            self._storage.experiment_fs_path,
-            self._storage.storage_filesystem,
-        )
+        folder = self._storage.experiment_fs_path
+        filesystem = self._storage.storage_filesystem
         names = list_names(folder, filesystem)
         sealed = sealed_checkpoints(filesystem, folder, names)
         steps = {c.path: c.step for c in sealed}
@@ -219,10 +216,9 @@ class RayTrainBackend(Backend):
         if not own:
             warn_at_user(
                 f"The {len(candidates)} checkpoints of run {self._name!r} are not the "
-                "run's own, so it begins anew. The loop has "
-                "reported them with ray.train.report(checkpoint=...), which a run does "
-                "by itself. Give it the loop's state as "
-                "extra_state=.",
+                "run's own, so it begins anew. The loop has reported them with "
+                "ray.train.report(checkpoint=...), which a run does by itself. Give it "
+                "the loop's state as extra_state=.",
                 RuntimeWarning,
             )
             return None
@@ -237,8 +233,8 @@ class RayTrainBackend(Backend):
             return found
         raise checkpoint.NoUsableCheckpoint(
             f"None of the {len(own)} checkpoints of run {self._name!r} can be used; "
-            "the warnings say why. Put a good "
-            "copy back, or begin anew under another RunConfig(name)."
+            "the warnings say why. Put a good copy back, or begin anew under another "
+            "RunConfig(name)."
         )
 
     def _later(
@@ -256,10 +252,8 @@ class RayTrainBackend(Backend):
                 path.
             held: Holds what is downloaded.
         """
-        folder, filesystem = (
-            self._storage.experiment_fs_path,
-            self._storage.storage_filesystem,
-        )
+        folder = self._storage.experiment_fs_path
+        filesystem = self._storage.storage_filesystem
         later: ray.train.Checkpoint | None = None
         for path in sorted(
             (f"{folder}/{name}" for name in names),
@@ -320,7 +314,8 @@ class RayTrainBackend(Backend):
         """Return the metrics of a checkpoint. The metric :attr:`kept_by` is NaN if
         its weights were not evaluated.
         """
-        metrics, metric = dict(report.metrics), self.kept_by
+        metrics = dict(report.metrics)
+        metric = self.kept_by
         # Ray takes a checkpoint without the metric for the best where small is good,
         # and one with NaN for the worst, always.
         if metric is not None and (
@@ -396,12 +391,11 @@ class RayTrainBackend(Backend):
     def _not_stored(self, error: OSError) -> checkpoint.CheckpointError:
         folder = self._storage.experiment_fs_path
         here = isinstance(self._storage.storage_filesystem, pyarrow.fs.LocalFileSystem)
-        why, kind = (
-            full_disk_note(error, folder) if here else "",
-            checkpoint.CheckpointError,
-        )
+        why = full_disk_note(error, folder) if here else ""
+        kind = checkpoint.CheckpointError
         if isinstance(error, PermissionError):
-            why, kind = "; this user may not write there", NotPermitted
+            why = "; this user may not write there"
+            kind = NotPermitted
         return kind(
             f"The checkpoint could not be stored in {folder}: {type(error).__name__}: "
             f"{error}{why}."
@@ -447,10 +441,8 @@ class RayTrainBackend(Backend):
         return [LiveMetrics(self._name, self.rank, self.driver, tracker)]
 
     def trace_folder(self) -> Path | None:
-        run, filesystem = (
-            self._storage.experiment_fs_path,
-            self._storage.storage_filesystem,
-        )
+        run = self._storage.experiment_fs_path
+        filesystem = self._storage.storage_filesystem
         if isinstance(filesystem, pyarrow.fs.LocalFileSystem):
             return Path(run)
         try:
@@ -471,10 +463,8 @@ class RayTrainBackend(Backend):
     def store_trace(self) -> None:
         if self._trace is None:
             return
-        folder, filesystem = (
-            f"{self._storage.experiment_fs_path}/{TRACE}",
-            self._storage.storage_filesystem,
-        )
+        folder = f"{self._storage.experiment_fs_path}/{TRACE}"
+        filesystem = self._storage.storage_filesystem
         with self._storing_trace:
             try:
                 filesystem.create_dir(folder, recursive=True)

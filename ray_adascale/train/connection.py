@@ -16,8 +16,8 @@ default it tries for 20 s, and logs each try.
 
 _TOKEN = (
     " Where Ray logs InvalidAuthToken, the cluster requires its token: put it into "
-    "~/.ray/auth_token, RAY_AUTH_TOKEN or the file "
-    "that RAY_AUTH_TOKEN_PATH names, with RAY_AUTH_MODE=token."
+    "~/.ray/auth_token, RAY_AUTH_TOKEN or the file that RAY_AUTH_TOKEN_PATH names, "
+    "with RAY_AUTH_MODE=token."
 )
 
 
@@ -79,8 +79,8 @@ def connect(address: str | None, *, verbose: bool = False) -> None:
     if address is not None and ray.is_initialized():
         raise ValueError(
             f"Invalid --address {address}: Ray runs in this process already, so it "
-            "would have no effect. Remove ray.init() from "
-            "the workload's file, or put it under `if __name__ == '__main__'`."
+            "would have no effect. Remove ray.init() from the workload's file, or put "
+            "it under `if __name__ == '__main__'`."
         )
     address = address or os.environ.get("RAY_ADDRESS")
     try:
@@ -97,6 +97,6 @@ def connect(address: str | None, *, verbose: bool = False) -> None:
 def _no_answer(address: str, cause: object, more: str = "") -> ValueError:
     return ValueError(
         f"Invalid address {address!r}: no Ray cluster answers there ({cause}). Start "
-        "one with `ray start --head`, or leave "
-        f"--address out (and RAY_ADDRESS unset) for a local one.{more}"
+        "one with `ray start --head`, or leave --address out (and RAY_ADDRESS unset) "
+        f"for a local one.{more}"
     )

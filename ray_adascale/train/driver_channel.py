@@ -172,7 +172,8 @@ class DriverChannel:
         """Return the status, with the events after the first ``since``."""
         events = self._events[max(len(self._events) - self._sent + since, 0) :]
         now = time.monotonic()
-        hang, quiet = self._beats.hang(now), self._beats.quiet(now)
+        hang = self._beats.hang(now)
+        quiet = self._beats.quiet(now)
         awaited = self._awaited._replace(seconds=now - self._awaited_since)
         shares = [share.after(now - came) for share, came in self._storing.values()]
         return Status(
@@ -300,7 +301,8 @@ def forward_warnings(driver: DriverClient) -> Iterator[None]:
     """Send all warnings of this process and the package's log to the driver, once
     each.
     """
-    shown_before, level = warnings.showwarning, _package.level
+    shown_before = warnings.showwarning
+    level = _package.level
 
     def show(
         message: Any,

@@ -64,19 +64,18 @@ class DriverMonitor:
         """Number of Ctrl-C so far."""
         self.controller: Any = None
         """Ray Train's controller, to be killed after Ctrl-C."""
-        self._channel, self._needs, self._lock, self._on_start = (
-            channel,
-            needs,
-            lock,
-            on_start,
-        )
+        self._channel = channel
+        self._needs = needs
+        self._lock = lock
+        self._on_start = on_start
         self._nodes: dict[str, str] = {}
         self._answered = 0
         self._ends_at: float | None = None
         self._waiting_since = time.monotonic()
         self._logged_at: float | None = None
         self._storing_again = -math.inf
-        self._wake, self._done = threading.Event(), False
+        self._wake = threading.Event()
+        self._done = False
         self._hangs = HangWatch()
         self._thread = threading.Thread(
             target=self._run, name="ray_adascale-listener", daemon=True
@@ -100,7 +99,8 @@ class DriverMonitor:
         """Kill a controller that has failed, and remove its placement group, which
         Ray keeps to the end of the job.
         """
-        controller, self.controller = self.controller, None
+        controller = self.controller
+        self.controller = None
         if controller is not None:
             ray.kill(controller)
         if placed is not None:
@@ -134,9 +134,11 @@ class DriverMonitor:
                 self._log_missing_resources()
 
     def _apply(self, status: Status) -> None:
-        before, self.status = self.status, status
+        before = self.status
+        self.status = status
         if before.running and not status.running:
-            self._waiting_since, self._logged_at = time.monotonic(), None
+            self._waiting_since = time.monotonic()
+            self._logged_at = None
         for level, text in status.events:
             _log.log(level, "%s", text)
         self._hangs.log_quiet(status.quiet, time.monotonic())
@@ -146,7 +148,8 @@ class DriverMonitor:
         if status.running and not before.running:
             self._nodes = alive_nodes()
         if status.running and self._on_start is not None:
-            on_start, self._on_start = self._on_start, None
+            on_start = self._on_start
+            self._on_start = None
             try:
                 on_start()
             except Exception as e:
@@ -191,7 +194,8 @@ class DriverMonitor:
     def _answer_interrupts(self) -> None:
         now = time.monotonic()
         if self.interrupts > self._answered:
-            first, self._answered = self._answered == 0, self.interrupts
+            first = self._answered == 0
+            self._answered = self.interrupts
             if first and self.status.running:
                 self._ends_at = now + _STOP_S
                 self._channel.request_stop.remote()

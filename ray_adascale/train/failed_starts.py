@@ -29,7 +29,8 @@ from .retry import (
     rays_words,
 )
 
-_FAILED, _TIMED_OUT = "WorkerGroupStartupFailedError", "WorkerGroupStartupTimeoutError"
+_FAILED = "WorkerGroupStartupFailedError"
+_TIMED_OUT = "WorkerGroupStartupTimeoutError"
 """Ray Train's exceptions of a start that failed, and of one for which there was no
 room in time. The names are private to Ray.
 """
@@ -92,12 +93,11 @@ class FailedStarts:
     def __init__(
         self, failures: ray.train.FailureConfig, scaling: ray.train.ScalingConfig
     ) -> None:
-        self._max_failures, self._limit = (
-            failures.max_failures,
-            failures.controller_failure_limit,
-        )
+        self._max_failures = failures.max_failures
+        self._limit = failures.controller_failure_limit
         self._num_workers = scaling.num_workers
-        self._fewest, self._most = scaling.min_workers, scaling.max_workers
+        self._fewest = scaling.min_workers
+        self._most = scaling.max_workers
         self._bundle = {
             key: value / self._most for key, value in scaling.total_resources.items()
         }
@@ -136,7 +136,8 @@ class FailedStarts:
             if nodes.keys() != self._nodes.keys() or loops > self._loops
             else self._in_a_row + 1
         )
-        self._nodes, self._loops = nodes, loops
+        self._nodes = nodes
+        self._loops = loops
         # The node's loss counts once, where its worker's death is seen in the loop.
         if not lost and preemption_of(cause) is None:
             restarts += 1
@@ -153,7 +154,8 @@ class FailedStarts:
             + "."
         )
         if self._in_a_row >= _TRIES and not of_storage and self._most > self._fewest:
-            self._most, self._in_a_row = self._fewer(), 0
+            self._most = self._fewer()
+            self._in_a_row = 0
             self._num_workers = self._fewest, self._most
             why += (
                 f" That happened {_TRIES} times in a row, so the run goes on with "
@@ -178,7 +180,9 @@ class FailedStarts:
         most = min(self._most, sum(room(self._bundle, self._most, without)))
         if most < self._fewest:
             return None
-        self._without, self._most, self._in_a_row = without, most, 0
+        self._without = without
+        self._most = most
+        self._in_a_row = 0
         self._num_workers = self._fewest, most
         error = failure_message(
             ray.train.WorkerGroupError("", failure.failures), lines=False

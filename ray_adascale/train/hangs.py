@@ -33,7 +33,8 @@ _SILENT_S = 60.0
 """Seconds without a beat after which a worker counts as silent in the description of
 a hang.
 """
-_QUIET_S, _REPEAT_S = 10.0, 30.0
+_QUIET_S = 10.0
+_REPEAT_S = 30.0
 """Seconds without a beat after which the driver logs it, and between repetitions."""
 
 
@@ -88,7 +89,8 @@ class Hang:
 
     def description(self) -> str:
         """Return the hang as sentences, without what is done about it."""
-        first, count = self.held_up_by[0], len(self.held_up_by)
+        first = self.held_up_by[0]
+        count = len(self.held_up_by)
         who = f"Worker {first.rank} on node {first.host} (process {first.pid})"
         if count > 1:
             who += f" and {count - 1} more"
@@ -98,10 +100,10 @@ class Hang:
             else first.phase.value
         )
         if self.others is None and first.world_size > 1:
-            who, does = (
-                "No worker",
+            who = "No worker"
+            does = (
                 f"is behind, and each of them {first.phase.value}: the network may be "
-                "down",
+                "down"
             )
         text = (
             f"The run has made no step for {self.seconds:.0f} s, after step "
@@ -316,8 +318,8 @@ class HangWatch:
         self._killed, self._task = (worker.node, worker.pid), _kill(worker)
         _log.warning(
             "%s is ended, if its node can be reached, so that the workers restart from "
-            "the last checkpoint. If such steps are "
-            "expected, set AdaScaleConfig(step_timeout_s=...), now %.0f s.",
+            "the last checkpoint. If such steps are expected, set "
+            "AdaScaleConfig(step_timeout_s=...), now %.0f s.",
             f"{hang.description()} Process {worker.pid} of worker {worker.rank} on "
             f"node {worker.host}",
             hang.limit_s,

@@ -29,7 +29,8 @@ from .worker_reports import end_heartbeats
 
 _log = logging.getLogger(__name__)
 
-_GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+_GLOO = "GLOO_SOCKET_IFNAME"
+_NCCL = "NCCL_SOCKET_IFNAME"
 _LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>; the socket module has no name for it
 

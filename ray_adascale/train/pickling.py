@@ -49,14 +49,13 @@ def pickling_problem(function: Callable[..., Any]) -> str | None:
     if not found:
         return (
             f"The workload {name!r} can't be sent to the workers. {cause}. It uses "
-            "such an object from outside, perhaps in a "
-            "function within it. Make the object inside the function, so that each "
-            "worker has its own."
+            "such an object from outside, perhaps in a function within it. Make the "
+            "object inside the function, so that each worker has its own."
         )
     return (
         f"The workload {name!r} can't be sent to the workers, because of "
-        f"{', '.join(found)}, which it uses. Make it inside the "
-        f"function, so that each worker has its own. ({cause})"
+        f"{', '.join(found)}, which it uses. Make it inside the function, so that each "
+        f"worker has its own. ({cause})"
     )
 
 
@@ -127,7 +126,9 @@ class _Portable:
         folder: str,
         neighbours: tuple[tuple[str, bytes], ...],
     ) -> None:
-        self._function, self._folder, self._neighbours = function, folder, neighbours
+        self._function = function
+        self._folder = folder
+        self._neighbours = neighbours
         functools.update_wrapper(self, function, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -154,7 +155,8 @@ def portable(function: _F) -> _F:
     code = next(filter(_is_users, _pieces(function)), None)
     if code is None:
         return pickle_by_value(function)
-    path, name = str(_file_of(code)), code.__module__
+    path = str(_file_of(code))
+    name = code.__module__
     packaged = "." in name or hasattr(sys.modules.get(name), "__path__")
     folder = (
         _imported_from(name, _resolved(path)) if packaged else _resolved(path).parent

@@ -74,9 +74,8 @@ def rename_cut_off_record(
         filesystem.move(f"{folder}/{RECORD}", f"{folder}/{RENAMED}")
         text = (
             "Ray's record of the checkpoints of run %r was cut off, as after a full "
-            "disk or a kill during a write, and is now "
-            "%s. The run goes on from the checkpoints in its folder. Ray does not "
-            "delete these any more."
+            "disk or a kill during a write, and is now %s. The run goes on from the "
+            "checkpoints in its folder. Ray does not delete these any more."
         )
         _log.warning(text, name, RENAMED)
 

@@ -164,7 +164,8 @@ def _failure_message(error: BaseException, *, lines: bool) -> str:
     if is_rays(failure):
         return f"{who}: {rays_words(failure)}"
     # a KeyError's text alone means little
-    text, kind = str(failure).strip(), type(failure).__name__
+    text = str(failure).strip()
+    kind = type(failure).__name__
     message = f"{who}: {kind}: {text}" if text else f"{who}: {kind}"
     return "\n".join(
         [message, lines_of(failure)] if lines and lines_of(failure) else [message]
@@ -273,10 +274,8 @@ class RetryPolicy(UserCallback):
         """
         if checkpoint is not None:
             self._saved = True
-            steps, effective = (
-                metrics[0].get("optimizer_steps", 0),
-                metrics[0].get("effective_steps", 0.0),
-            )
+            steps = metrics[0].get("optimizer_steps", 0)
+            effective = metrics[0].get("effective_steps", 0.0)
             DriverClient(self.channel).log(
                 logging.INFO, CHECKPOINT % (steps, effective)
             )

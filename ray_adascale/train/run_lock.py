@@ -102,8 +102,7 @@ class RunLock:
             # The second for a URI of unknown form.
             raise SettingError(
                 f"Invalid {{}}: files can't be written to {self._folder} "
-                f"({type(e).__name__}: {e}). Name a folder that can be "
-                "written.",
+                f"({type(e).__name__}: {e}). Name a folder that can be written.",
                 "RunConfig",
                 storage_path=split(self._folder)[0],
             ) from e

@@ -101,8 +101,8 @@ def prepare(*args: Any, **kwargs: Any) -> Run:
     except RuntimeError as e:
         raise RuntimeError(
             "prepare() belongs inside a TorchTrainer's train_loop_per_worker. In one "
-            "process or under torchrun, use "
-            "ray_adascale.Run(...) with the same arguments."
+            "process or under torchrun, use ray_adascale.Run(...) with the same "
+            "arguments."
         ) from e
     return Run(*args, **{"backend": backend} | kwargs)
 
@@ -158,9 +158,8 @@ def _with_ray_data(
         if "train" not in lengths:
             raise ValueError(
                 "The workload's train_dataset is None, and datasets= has no 'train' "
-                f"but {', '.join(map(repr, lengths))}. Name "
-                "one of them so, or call ray.train.get_dataset_shard(name) in the "
-                "workload."
+                f"but {', '.join(map(repr, lengths))}. Name one of them so, or call "
+                "ray.train.get_dataset_shard(name) in the workload."
             )
         workload = replace(workload, train_dataset=ray.train.get_dataset_shard("train"))
     known = lengths.get("train")
@@ -278,7 +277,8 @@ class AdaScaleTrainer(TorchTrainer):
             )
         self._failures = run_config.failure_config or ray.train.FailureConfig()
         self._callbacks = list(run_config.callbacks or [])
-        self._progress, self._on_start = progress, on_start
+        self._progress = progress
+        self._on_start = on_start
         self._job: dict[str, Any] = {
             "workload": portable(workload),
             "hyperparameters": {
@@ -351,12 +351,13 @@ class AdaScaleTrainer(TorchTrainer):
         if short is not None and is_local():
             raise SettingError(
                 f"Invalid {{}}: {short}. No node can join: this process started its "
-                f"own local Ray. {self._what_to_ask_for()}, "
-                "or give the address of a cluster.",
+                f"own local Ray. {self._what_to_ask_for()}, or give the address of a "
+                "cluster.",
                 "ScalingConfig",
                 num_workers=asked.num_workers,
             )
-        config, folder = self.run_config, self._folder
+        config = self.run_config
+        folder = self._folder
         with RunLock(
             folder, str(config.name), filesystem=config.storage_filesystem
         ) as lock:
@@ -375,8 +376,7 @@ class AdaScaleTrainer(TorchTrainer):
                     raise
                 raise RuntimeError(
                     f"Run {config.name!r} was ended here: this process was suspended "
-                    f"for a while, and {lock.lost} has taken "
-                    "over the run's folder."
+                    f"for a while, and {lock.lost} has taken over the run's folder."
                 ) from e
             finally:
                 self._job["channel"] = self._torch_config.channel = None
@@ -505,9 +505,11 @@ class AdaScaleTrainer(TorchTrainer):
         """Configure the next controller, and log why there is one more. It ends at
         each failure of its own.
         """
-        storage, channel = self.run_config.storage_filesystem, self._job["channel"]
+        storage = self.run_config.storage_filesystem
+        channel = self._job["channel"]
         rename_cut_off_record(self._folder, str(self.run_config.name), storage)
-        again, most = start.why is not None, self._failures.max_failures
+        again = start.why is not None
+        most = self._failures.max_failures
         policy = RetryPolicy(
             most,
             start.restarts,

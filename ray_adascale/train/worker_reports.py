@@ -62,7 +62,8 @@ class LiveMetrics(Listener):
         self, run_name: str, rank: int, client: DriverClient, tracker: EtaTracker
     ) -> None:
         self._tags = dict(zip(GAUGE_TAGS, (run_name, str(rank)), strict=True))
-        self._client, self._tracker = client, tracker
+        self._client = client
+        self._tracker = tracker
         self._gauges: dict[str, Gauge] = {}
         self._timer: IntervalTimer | None = None
 
@@ -115,11 +116,11 @@ class Heartbeat:
         self, client: DriverClient, pulse: Pulse, rank: int, world_size: int
     ) -> None:
         self.stop_requested = False
-        self._client, self._pulse, self._rank = client, pulse, rank
-        node, host = (
-            ray.get_runtime_context().get_node_id(),
-            ray.util.get_node_ip_address(),
-        )
+        self._client = client
+        self._pulse = pulse
+        self._rank = rank
+        node = ray.get_runtime_context().get_node_id()
+        host = ray.util.get_node_ip_address()
         self._beat = functools.partial(
             Beat,
             rank=rank,
@@ -143,11 +144,10 @@ class Heartbeat:
         last = False
         while not last and self._client.connected:
             last = self._ended.is_set()
-            position, limit_s = self._pulse.position, self._pulse.limit_s
-            seconds, phase = (
-                time.monotonic() - position.since,
-                Phase.ENDED if last else position.phase,
-            )
+            position = self._pulse.position
+            limit_s = self._pulse.limit_s
+            seconds = time.monotonic() - position.since
+            phase = Phase.ENDED if last else position.phase
             beat = self._beat(
                 steps=position.steps, phase=phase, seconds=seconds, limit_s=limit_s
             )

@@ -199,8 +199,8 @@ def test_passes_over_the_data_at_larger_scales_are_shown() -> None:
     findings = check_workload(workload, {"lr": 0.1}, AdaScaleConfig(), found)
     (shown,) = (text for text in of(findings, "ok") if "Passes" in text)
     assert shown == (
-        "Passes over the data, by the forecast: 12.5 at S = 1, 50 at S = 4, 100 at "
-        "S = 8, 200 at S = 16."
+        "Passes over the data, by the forecast: 12.5 at S = 1, 50 at S = 4, 100 at S = "
+        "8, 200 at S = 16."
     )
     (warning,) = (text for text in of(findings, "warning") if "Epochs" in text)
     assert warning.startswith(

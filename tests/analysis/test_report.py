@@ -205,8 +205,8 @@ def test_page_says_what_the_runs_did(make: Callable[..., Page], tmp_path: Path) 
             "(docs/guides/reading-the-gain.md):</p> <ul><li>Epochs: 2 times the "
             "examples of the base run. Repeated examples cost what a larger batch "
             "saves: compare with a base run of as many examples (`ray-adascale train "
-            "WORKLOAD --recipe FILE --total-examples 320`).</li><li>Nothing "
-            "unusual: 0 % of the steps clipped, 0 % skipped; efficiency 50 %.</li></ul>",
+            "WORKLOAD --recipe FILE --total-examples 320`).</li><li>Nothing unusual: 0 "
+            "% of the steps clipped, 0 % skipped; efficiency 50 %.</li></ul>",
         ),
         (
             "max",
@@ -303,8 +303,8 @@ def test_seeds_of_a_run_have_their_mean_and_spread(
     )
     text = " ".join((tmp_path / "out" / "report.html").read_text().split())
     assert (
-        "<p>one, two are alike in S, workers, learning rate, rule, optimizer and length: "
-        "accuracy 0.75 ± 0.071," in text
+        "<p>one, two are alike in S, workers, learning rate, rule, optimizer and "
+        "length: accuracy 0.75 ± 0.071," in text
     )
     assert text.count("are alike in") == 1
     # In the table and the legend the two have one color, of which the page says what it

@@ -124,7 +124,8 @@ def called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
 def searched(write: Any) -> str:
     """A workload in a file with search spaces."""
     text = (
-        "param_space = {'lr': 0.1, 'depth': [1, 2]}\nother = {'lr': 0.2}\ndef "
-        "workload(config): ...\n"
+        "param_space = {'lr': 0.1, 'depth': [1, 2]}\n"
+        "other = {'lr': 0.2}\n"
+        "def workload(config): ...\n"
     )
     return f"{write('mine_cli.py', text)}:workload"

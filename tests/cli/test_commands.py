@@ -257,8 +257,8 @@ def test_report_and_describe(
         f"--tensorboard={tmp_path}",
     ]
     written = (
-        f"Event files are in {tmp_path}: tensorboard --logdir {tmp_path}\nWritten to "
-        f"{page}"
+        f"Event files are in {tmp_path}: tensorboard --logdir {tmp_path}\n"
+        f"Written to {page}"
     )
     assert cli("report", *words).out == f"{written}\n"
     assert len(list((tmp_path / "run").glob("events*"))) == 1

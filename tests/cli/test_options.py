@@ -98,8 +98,12 @@ def test_options_may_stand_in_a_file(
 ) -> None:
     file = tmp_path / "options.txt"
     file.write_text(
-        f"{WORKLOAD} path='my\ndata'\n\n# as it was tuned\n--base-batch-size 4 "
-        "--total-steps=4  # short\n--seed 3\n"
+        f"{WORKLOAD} path='my\n"
+        "data'\n"
+        "\n"
+        "# as it was tuned\n"
+        "--base-batch-size 4 --total-steps=4  # short\n"
+        "--seed 3\n"
     )
     cli("train", f"@{file}", "--seed=7", "mail=me@home")
     assert called["hyperparameters"] == {"path": "my\ndata", "mail": "me@home"}

@@ -51,9 +51,13 @@ def test_a_taken_name_leaves_the_other_module_alone(write: Any, name: str) -> No
     # The string annotation makes dataclasses look the module up in sys.modules.
     path = write(
         name,
-        "from __future__ import annotations\nimport dataclasses, typing\n"
-        "@dataclasses.dataclass\nclass C:\n    x: typing.ClassVar[int] = 1\n"
-        "def helper(): return 5\ndef workload(config): return helper()\n",
+        "from __future__ import annotations\n"
+        "import dataclasses, typing\n"
+        "@dataclasses.dataclass\n"
+        "class C:\n"
+        "    x: typing.ClassVar[int] = 1\n"
+        "def helper(): return 5\n"
+        "def workload(config): return helper()\n",
     )
     function = resolve(f"{path}:workload")
     assert function({}) == 5
@@ -80,8 +84,8 @@ PACKAGE = {
     "w_pkg/__init__.py": "RATE = 0.5\n",
     "w_pkg/parts/__init__.py": "",
     "w_pkg/parts/heads.py": "from .. import RATE\nWIDTH = 4 * RATE\n",
-    "w_pkg/work.py": "from .parts.heads import WIDTH\ndef workload(config): return "
-    "WIDTH\n",
+    "w_pkg/work.py": "from .parts.heads import WIDTH\n"
+    "def workload(config): return WIDTH\n",
     "w_pkg/parts/w_bare.py": "RATE = 7\n",
     "w_pkg/parts/deep.py": "from ..work import workload\nfrom w_bare import RATE\n",
 }
@@ -157,8 +161,12 @@ def test_what_is_missing_is_named(write: Any, tmp_path: Path) -> None:
         resolve("no_such_module.deep:workload")
     path = write(
         "w_names.py",
-        "import os\nfrom math import sin\nRATE = 1\nspace = {}\ndef train(c): "
-        "pass\ndef _hidden(): pass\n",
+        "import os\n"
+        "from math import sin\n"
+        "RATE = 1\n"
+        "space = {}\n"
+        "def train(c): pass\n"
+        "def _hidden(): pass\n",
     )
     with pytest.raises(
         ValueError,

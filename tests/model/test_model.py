@@ -38,8 +38,8 @@ def test_runs_agree_with_the_literal_model(pool: Pool, part: int) -> None:
         if found is not None:
             small = shrunk(case, pool)
             pytest.fail(
-                f"seed {SEED}:{i}, made smaller: "
-                f"{short(small)}\n{check(small, pool) or found}"
+                f"seed {SEED}:{i}, made smaller: {short(small)}\n"
+                f"{check(small, pool) or found}"
             )
 
 

@@ -153,8 +153,7 @@ def test_the_local_file_launches_machines_that_train_lose_one_and_end(
     )
     out = submit_own(
         f"train on_hosts.py:workload --recipe {SHARED}/recipe.json "
-        "--per-worker-batch-size 16 --num-workers 2 "
-        "--placement spread --name two"
+        "--per-worker-batch-size 16 --num-workers 2 --placement spread --name two"
     )
     assert "total_steps reached" in out
     # The check before the start builds the workload where the command runs: on the
@@ -173,9 +172,8 @@ def test_the_local_file_launches_machines_that_train_lose_one_and_end(
     # Then the machine comes back. Each worker needs all CPUs of a machine.
     submit_own(
         "train on_hosts.py:workload lr=0.05 momentum=0.9 pause_s=0.05 "
-        "--base-batch-size 8 --total-steps 4000 "
-        "--per-worker-batch-size 8 --num-workers 1..2 --cpus-per-worker 2 "
-        "--checkpoint-every 5 --name elastic",
+        "--base-batch-size 8 --total-steps 4000 --per-worker-batch-size 8 "
+        "--num-workers 1..2 --cpus-per-worker 2 --checkpoint-every 5 --name elastic",
         options="--no-wait --submission-id elastic",
     )
     run = machines.shared / "elastic"

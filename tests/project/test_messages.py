@@ -128,7 +128,8 @@ def test_a_pasted_message_finds_its_entry_first(
         "globalThis.window = globalThis;\n"
         + messages.script()
         + (DOCS / "static/messages.js").read_text()
-        + f"\nconst found = {json.dumps(pasted)}.map((text) => "
+        + "\n"
+        f"const found = {json.dumps(pasted)}.map((text) => "
         "ray_adascale_find(ray_adascale_messages, text)[0]?.anchor);"
         + "\nconsole.log(JSON.stringify(found));\n"
     )

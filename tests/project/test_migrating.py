@@ -89,10 +89,9 @@ def test_the_names_on_the_page_exist() -> None:
 
     homes = {
         AdaScale: "gain scale smoothing set_scale set_num_gradients_to_accumulate "
-        "scale_grad_by_num_grads_to_accum step "
-        "zero_grad add_param_group state_dict load_state_dict unhook effective_steps "
-        "steps at_boundary last_step set_plan plan "
-        "average_moments group_moments",
+        "scale_grad_by_num_grads_to_accum step zero_grad add_param_group "
+        "state_dict load_state_dict unhook effective_steps steps at_boundary "
+        "last_step set_plan plan average_moments group_moments",
         adaptdl.AdaptiveDataParallel: "gain to_tensorboard zero_grad training_state "
         "load_training_state no_sync",
         adaptdl.NoiseScale: "raw_var_avg raw_sqr_avg var_avg sqr_avg gain get_progress "

@@ -53,9 +53,8 @@ def test_a_worker_that_is_silent_holds_up_the_others() -> None:
     assert hang is not None
     assert hang.description() == (
         "The run has made no step for 121 s, after step 57. Worker 1 on node 10.0.0.1 "
-        "(process 1001) sends no heartbeat: it is "
-        "stopped, or its node can't be reached. Worker 0 waits for the gradients of "
-        "the other workers."
+        "(process 1001) sends no heartbeat: it is stopped, or its node can't be "
+        "reached. Worker 0 waits for the gradients of the other workers."
     )
 
 
@@ -156,8 +155,8 @@ def test_a_worker_without_news_is_told_after_ten_seconds_with_the_limit_in_force
         assert len(caplog.messages) == 2  # again after half a minute
         assert caplog.messages[0] == (
             "No heartbeat of worker 1 on node 10.0.0.1 for 10 s. Ray takes about a "
-            "minute to notice that a node is lost. The "
-            "run itself ends a worker after 145 s without a step."
+            "minute to notice that a node is lost. The run itself ends a worker after "
+            "145 s without a step."
         )
         found.add(beat(1, Phase.PASS, 1.0), 150.0)
         watch.log_quiet(found.quiet(151.0), 151.0)
@@ -205,8 +204,8 @@ def test_a_step_that_does_not_end_is_told_each_half_minute(
     assert len(caplog.messages) == 2
     assert caplog.messages[0] == (
         "The run has made no step for 31 s, after step 57. No worker is behind, and "
-        "each of them waits for the gradients of the other workers: the network may "
-        "be down. The limit is 120 s; then the worker that is behind is killed."
+        "each of them waits for the gradients of the other workers: the network may be "
+        "down. The limit is 120 s; then the worker that is behind is killed."
     )
     # a step that takes 40 s, as those before it
     long = beats(*((beat(r, Phase.PASS, 39.0, limit=400.0), 500.0) for r in range(2)))

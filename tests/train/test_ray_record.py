@@ -67,8 +67,8 @@ def test_a_record_that_is_cut_off_is_renamed(
     assert not (run / RECORD).exists()
     assert (run / RENAMED).read_text() == left
     assert (
-        "of run 'mine' was cut off, as after a full disk or a kill during a write, "
-        f"and is now {RENAMED}." in caplog.text
+        "of run 'mine' was cut off, as after a full disk or a kill during a write, and "
+        f"is now {RENAMED}." in caplog.text
     )
 
 

@@ -48,9 +48,9 @@ DIED = WorkerHealthCheckFailedError(
     RayActorError(
         None,
         "The actor is dead because its worker process has died. Worker exit type: "
-        "SYSTEM_ERROR Worker exit detail: Worker "
-        "unexpectedly exits with a connection error code 2. End of file. Some common "
-        "causes include: (1) the process was killed",
+        "SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a connection "
+        "error code 2. End of file. Some common causes include: (1) the process was "
+        "killed",
     ),
 )
 
@@ -294,8 +294,7 @@ def test_lost_workers_and_storage_are_retried_with_a_line_each(told: list[str]) 
     assert fails(restarts, w0=after(CheckpointError("no room"), 3, 3)) is None
     assert told == [
         "Worker 1: A worker health check failed. The actor is dead because its worker "
-        "process has died. Restart 1 of 3, "
-        f"{FROM}.",
+        f"process has died. Restart 1 of 3, {FROM}.",
         f"Worker 0: RuntimeError: {CLOSED}. Restart 2 of 3, {FROM}.",
         f"Worker 0: CheckpointError: no room. Restart 3 of 3, {FROM}.",
     ]

@@ -87,23 +87,22 @@ def attach(
     config = check_built(bare, optimizer, config, recipe)
     if config.sharding not in ("auto", "none"):
         raise SettingError(
-            "Invalid {}: the loop that owns the model decides how it is sharded. Leave "
-            "it out; sharding by this package needs "
-            "ray_adascale.Run.",
+            "Invalid {}: the loop that owns the model decides how it is sharded. "
+            "Leave it out; sharding by this package needs ray_adascale.Run.",
             sharding=config.sharding,
         )
     if clip_multiple(config.grad_clip) is not None:
         raise SettingError(
-            "Invalid {}: here the loop clips, and it does not know the expected norm. "
-            "Clip at a number in the loop and give that "
-            "number, or use ray_adascale.Run.",
+            "Invalid {}: here the loop clips, and it does not know the expected "
+            "norm. Clip at a number in the loop and give that number, or use "
+            "ray_adascale.Run.",
             grad_clip=config.grad_clip,
         )
     if config.global_batch_size is not None or config.elastic:
         raise ValueError(
             "AdaScaleConfig(global_batch_size=..., elastic=...) need ray_adascale.Run, "
-            "which makes the batches by them. Give the "
-            "loop's per_worker_batch_size and accumulation."
+            "which makes the batches by them. Give the loop's per_worker_batch_size "
+            "and accumulation."
         )
     if config.batch.changes:
         chosen = {
@@ -112,8 +111,8 @@ def attach(
         }
         raise SettingError(
             "Invalid {}: it changes the batch as the run goes on, and here the loop "
-            "that owns the data loader decides the batch. "
-            "Leave it out, or use ray_adascale.Run.",
+            "that owns the data loader decides the batch. Leave it out, or use "
+            "ray_adascale.Run.",
             **{name: value for name, value in chosen.items() if value is not None},
         )
     check_count("starting_step", starting_step, 0)
@@ -122,11 +121,10 @@ def attach(
     elif not starting_step and any(map(_has_stepped, optimizer.state.values())):
         raise ValueError(
             "The optimizer has state of earlier steps, and τ would begin at 0. Call "
-            "attach() before the loop loads a checkpoint, "
-            "and save and load the optimizer that it returns, which has τ. In timm's "
-            "train.py attach above resume_checkpoint() "
-            "and CheckpointSaver(). If another program has trained k base steps: "
-            "attach(..., starting_step=k)."
+            "attach() before the loop loads a checkpoint, and save and load the "
+            "optimizer that it returns, which has τ. In timm's train.py attach above "
+            "resume_checkpoint() and CheckpointSaver(). If another program has trained "
+            "k base steps: attach(..., starting_step=k)."
         )
     # the loop makes the passes
     plan = replace(config.batch.plan(workers), passes=config.accumulation)
@@ -198,10 +196,9 @@ def _workers() -> int:
     if announced.isdigit() and int(announced) > 1:
         raise RuntimeError(
             f"There are {announced} processes (WORLD_SIZE) and no process group yet, "
-            "so S and n would be those of one worker. "
-            "Call attach() after init_process_group(): after Accelerator(), in "
-            "Lightning's on_fit_start, or use the adapters of "
-            "ray_adascale.integrations."
+            "so S and n would be those of one worker. Call attach() after "
+            "init_process_group(): after Accelerator(), in Lightning's on_fit_start, "
+            "or use the adapters of ray_adascale.integrations."
         )
     return 1
 
@@ -216,7 +213,8 @@ def _refuse_uncounted_passes(adascale: AdaScale, steps: int = 10) -> None:
     watched = next(
         p for group in adascale.param_groups for p in group["params"] if p.requires_grad
     )
-    made, left = 0, steps
+    made = 0
+    left = steps
 
     def begun(_: torch.Tensor) -> None:
         nonlocal made
@@ -224,19 +222,20 @@ def _refuse_uncounted_passes(adascale: AdaScale, steps: int = 10) -> None:
 
     def before(*_: Any) -> None:
         nonlocal made, left
-        passes, made = made, 0
+        passes = made
+        made = 0
         left -= passes > 0
         if left <= 0:
             hook.remove()
         if passes > adascale.plan.passes:
             raise RuntimeError(
                 f"This step has {passes} backward passes and the settings have one, so "
-                "it would count for the examples of one. "
-                f"Set AdaScaleConfig(accumulation={passes}); with Accelerate "
-                f"Accelerator(gradient_accumulation_steps={passes}), "
-                "and `with accelerator.accumulate(model):` around each pass. If the "
-                "passes are of several losses of the same "
-                "examples, add the losses: (loss + other_loss).backward()."
+                "it would count for the examples of one. Set "
+                f"AdaScaleConfig(accumulation={passes}); with Accelerate "
+                f"Accelerator(gradient_accumulation_steps={passes}), and `with "
+                "accelerator.accumulate(model):` around each pass. If the passes are "
+                "of several losses of the same examples, add the losses: (loss + "
+                "other_loss).backward()."
             )
 
     hook = watched.register_hook(begun)
@@ -272,15 +271,13 @@ def _check_model(model: nn.Module) -> None:
     ):
         raise ValueError(
             "The model is in FullyShardedDataParallel (FSDP1). AdaScale can't measure "
-            "its flat parameters. Use "
-            "DistributedDataParallel, or ray_adascale.Run with "
-            "AdaScaleConfig(sharding='fsdp2')."
+            "its flat parameters. Use DistributedDataParallel, or ray_adascale.Run "
+            "with AdaScaleConfig(sharding='fsdp2')."
         )
     if any(is_dtensor(p) for p in model.parameters()):
         raise ValueError(
             "The model's parameters are DTensors (fully_shard, or tensor parallelism). "
-            "attach() is for models that are whole on "
-            "each worker. With fully_shard use ray_adascale.Run with "
-            "AdaScaleConfig(sharding='fsdp2'), or build "
+            "attach() is for models that are whole on each worker. With fully_shard "
+            "use ray_adascale.Run with AdaScaleConfig(sharding='fsdp2'), or build "
             "AdaScale(optimizer, model=model) and TauSchedule yourself."
         )

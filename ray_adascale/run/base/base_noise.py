@@ -31,7 +31,8 @@ class ProbeSeries:
     def __init__(
         self, samples: BatchSamples, steps: Collection[float], noise: list[NoiseProbe]
     ) -> None:
-        self.samples, self.noise = samples, noise
+        self.samples = samples
+        self.noise = noise
         self._steps = steps
         self._tau = 0.0  # of the samples
 

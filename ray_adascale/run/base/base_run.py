@@ -102,10 +102,8 @@ class BaseResult:
         """Return the result from the JSON of :meth:`to_json`."""
         found = json.loads(text)
         noise = [NoiseProbe(**probe) for probe in found["noise"]]
-        schedule, momentum = (
-            BaseSchedule(**found["schedule"]),
-            Momentum(**found["momentum"]),
-        )
+        schedule = BaseSchedule(**found["schedule"])
+        momentum = Momentum(**found["momentum"])
         return cls(
             **{**found, "schedule": schedule, "noise": noise, "momentum": momentum}
         )
@@ -158,8 +156,8 @@ def record_recipe(
     if run.effective_steps > 0:
         raise ValueError(
             "Invalid backend: its folder has a run at effective step "
-            f"{run.effective_steps:g}, whose noise is not kept. Give an "
-            "empty folder, or none."
+            f"{run.effective_steps:g}, whose noise is not kept. Give an empty folder, "
+            "or none."
         )
     momentum = momentum_of(built.optimizer)
     noise: list[NoiseProbe] = []
@@ -357,7 +355,8 @@ def workload_name(workload: Any) -> str:
     in a plain file.
     """
     code = code_of(workload)
-    name, module = code.__qualname__, code.__module__
+    name = code.__qualname__
+    module = code.__module__
     if "." in module:
         return f"{module}:{name}"
     try:
@@ -366,5 +365,6 @@ def workload_name(workload: Any) -> str:
         file = None
     if file is None or not Path(file).is_file():
         return f"{module}:{name}"
-    path, here = Path(file).resolve(), Path.cwd()
+    path = Path(file).resolve()
+    here = Path.cwd()
     return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{name}"

@@ -172,8 +172,8 @@ class Backend(ABC):
 
 
 _MOUNT = (
-    "Give a folder, such as one where the storage is mounted. AdaScaleTrainer and "
-    "Ray Train's RunConfig(storage_path=) take a URI."
+    "Give a folder, such as one where the storage is mounted. AdaScaleTrainer and Ray "
+    "Train's RunConfig(storage_path=) take a URI."
 )
 
 
@@ -223,8 +223,7 @@ class LocalBackend(Backend):
             except OSError as e:
                 raise ValueError(
                     f"Invalid folder {str(self.folder)!r}: {e.strerror or e}. Name a "
-                    "folder that can be written, for the "
-                    "checkpoints and the trace."
+                    "folder that can be written, for the checkpoints and the trace."
                 ) from e
         self.metrics: dict[str, Any] = {}
         """The last report."""
@@ -265,7 +264,8 @@ class LocalBackend(Backend):
             missing = [_not_found(self.folder, tokens) if self.rank == 0 else []]
             dist.broadcast_object_list(missing, src=0)
         if missing[0]:
-            first, others = tokens[0], missing[0]
+            first = tokens[0]
+            others = missing[0]
             where = ", ".join(
                 f"{t.folder!r} of rank {t.rank} on {t.host}" for t in others
             )
@@ -295,9 +295,8 @@ class LocalBackend(Backend):
         sealed = [path for path in checkpoints if checkpoint.is_sealed(path)]
         if newest is None and sealed:
             raise checkpoint.NoUsableCheckpoint(
-                f"None of the {len(sealed)} checkpoints in {folder} can be "
-                "used; see the warnings. Put a good copy "
-                "back, or delete them to begin anew."
+                f"None of the {len(sealed)} checkpoints in {folder} can be used; see "
+                "the warnings. Put a good copy back, or delete them to begin anew."
             )
         return newest
 
@@ -434,8 +433,7 @@ def _own_index(visible: int) -> int:
         return 0  # the launcher shows each process a device of its own
     raise ValueError(
         f"LOCAL_RANK is {index}, and this process sees {visible} CUDA device(s). Start "
-        f"at most {visible} process(es) on this "
-        "machine (torchrun --nproc-per-node), or let each see a device of its own "
-        "(CUDA_VISIBLE_DEVICES). To let several "
+        f"at most {visible} process(es) on this machine (torchrun --nproc-per-node), "
+        "or let each see a device of its own (CUDA_VISIBLE_DEVICES). To let several "
         "processes share a device, with gloo, pass LocalBackend(device='cuda:0')."
     )

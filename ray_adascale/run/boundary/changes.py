@@ -91,7 +91,8 @@ def compare(
         ValueError: The optimizer of a parameter is of another class than it was, or
             needs state that it had not.
     """
-    before, values = saved.state["groups"], saved.state["param_groups"]
+    before = saved.state["groups"]
+    values = saved.state["param_groups"]
     holder = {name: i for i, group in enumerate(before) for name in group["parameters"]}
     # Of each present group the saved ones that its parameters were in: one, unless the
     # program groups them otherwise.
@@ -103,7 +104,9 @@ def compare(
     changed: list[set[str]] = [set() for _ in groups]
     phrases: dict[str, list[int]] = {}
     for g, i in pairs:
-        now, was, name = groups[g], before[i], groups[g]["optimizer"]
+        now = groups[g]
+        was = before[i]
+        name = groups[g]["optimizer"]
         if name != was["optimizer"]:
             raise ValueError(
                 _other_class(saved, was["optimizer"], name, now["parameters"])
@@ -114,10 +117,8 @@ def compare(
                 and (old := was["hyperparameters"][key]) != value
             ):
                 if value and not old and name in _WITH_STATE.get(key, ()):
-                    was_built, built = (
-                        f"{name}({key}={old!r})",
-                        f"{name}({key}={value!r})",
-                    )
+                    was_built = f"{name}({key}={old!r})"
+                    built = f"{name}({key}={value!r})"
                     raise ValueError(
                         _other_class(saved, was_built, built, now["parameters"])
                     )
@@ -156,13 +157,11 @@ def _other_class(
 ) -> str:
     return (
         f"The program builds {now}, and the checkpoint {saved.folder.name} has state "
-        f"of {was} for {listed(parameters)}. "
-        f"{now} can't step with it. Build {was} as before. To change the optimizer, "
-        "start a new run under another name from its "
+        f"of {was} for {listed(parameters)}. {now} can't step with it. Build {was} as "
+        "before. To change the optimizer, start a new run under another name from its "
         "weights: "
         f"model.load_state_dict(ray_adascale.load_weights({str(saved.folder)!r})) and "
-        "starting_step="
-        f"{saved.state['effective_steps']:.0f}."
+        f"starting_step={saved.state['effective_steps']:.0f}."
     )
 
 

@@ -42,8 +42,7 @@ _log = logging.getLogger(__name__)
 _LONG_S = 30.0
 _WAITS_FOR_OTHERS = (
     "Rank %d has been in run.save_checkpoint() for %.0f s. Unless the storage is slow, "
-    "it waits for the others. "
-    "Call it on every worker, not on rank 0 alone."
+    "it waits for the others. Call it on every worker, not on rank 0 alone."
 )
 
 
@@ -201,7 +200,8 @@ class Saver:
             CheckpointError: A worker could not write its share, or not in time. The
                 message names the worker and the cause.
         """
-        written, self._in_flight = self._in_flight, None
+        written = self._in_flight
+        self._in_flight = None
         if written is None:
             return
         written.wait(self._backend.store_timeout_s)
@@ -320,11 +320,9 @@ class Checkpointing(Stage):
             return BoundaryFlags.BUSY
         if not self.saver.in_flight:
             self.timer = self._interval
-        return (
-            BoundaryFlags.CHECKPOINT
-            if self.saver.in_flight or self._interval.due
-            else BoundaryFlags.NONE
-        )
+        if self.saver.in_flight or self._interval.due:
+            return BoundaryFlags.CHECKPOINT
+        return BoundaryFlags.NONE
 
     def act(self, run: RunAtBoundary, flags: int) -> str | None:
         if flags & BoundaryFlags.BUSY:

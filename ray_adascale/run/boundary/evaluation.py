@@ -97,8 +97,8 @@ class Evaluation(Stage):
         if self._metric not in (None, "loss", *metrics):
             raise MissingMetric(
                 f"Invalid metric={self._metric!r}: evaluate returned "
-                f"{_names_of(metrics)}. Name one of them in "
-                "Workload(metric=...), or 'loss' for the training loss."
+                f"{_names_of(metrics)}. Name one of them in Workload(metric=...), or "
+                "'loss' for the training loss."
             )
         measured = metrics.get(self._metric or "", 0.0)
         if not isinstance(measured, numbers.Real):
@@ -170,7 +170,8 @@ class Evaluation(Stage):
         if stop is None or stop.metric is None or stop.metric not in metrics:
             return
         if stop.better(metrics[stop.metric], self.best):
-            self.best, self.best_at = metrics[stop.metric], effective_steps
+            self.best = metrics[stop.metric]
+            self.best_at = effective_steps
 
     @property
     def stalled(self) -> str | None:
@@ -194,11 +195,9 @@ class Evaluation(Stage):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.evaluated_at, self.best, self.best_at = (
-            state["evaluated_at"],
-            state["best"],
-            state["best_at"],
-        )
+        self.evaluated_at = state["evaluated_at"]
+        self.best = state["best"]
+        self.best_at = state["best_at"]
 
     def _reason(self) -> str:
         stop = self._early_stop
@@ -210,13 +209,13 @@ class Evaluation(Stage):
 
     def _run(self, run: RunAtBoundary) -> None:
         assert self._evaluate is not None
-        before, metrics = self._names, self._evaluated(self._evaluate)
+        before = self._names
+        metrics = self._evaluated(self._evaluate)
         if missing := before - metrics.keys():
             warn_on_first_worker(
                 f"evaluate returned no {', '.join(map(repr, sorted(missing)))} this "
-                "time, at effective step "
-                f"{run.effective_steps:.0f}: reports and the score have the value of "
-                "an earlier evaluation."
+                f"time, at effective step {run.effective_steps:.0f}: reports and the "
+                "score have the value of an earlier evaluation."
             )
         self.evaluated_step = run.state.iterations
         run.record(**metrics)
@@ -236,8 +235,7 @@ class Evaluation(Stage):
         if stop is not None and stop.metric not in metrics:
             raise ValueError(
                 f"Invalid EarlyStop(metric={stop.metric!r}): evaluate returned "
-                f"{_names_of(metrics)}. The metric must be one of "
-                "them."
+                f"{_names_of(metrics)}. The metric must be one of them."
             )
         self._names = set(metrics)
         return plain_numbers(metrics)

@@ -24,9 +24,9 @@ class Interrupt(Stage):
             self.timer = ALWAYS
 
     def flags(self) -> int:
-        return (
-            BoundaryFlags.STOP if self._backend.stop_requested else BoundaryFlags.NONE
-        )
+        if self._backend.stop_requested:
+            return BoundaryFlags.STOP
+        return BoundaryFlags.NONE
 
     def act(self, run: RunAtBoundary, flags: int) -> str | None:
         # A stalled run ends for good: it must not be resumed.
@@ -55,7 +55,8 @@ class Preemption(Stage):
         if not flags & BoundaryFlags.POLL:
             return None
         self.timer.restart()
-        notice, before = self._backend.preemption_notice(), self._notice
+        notice = self._backend.preemption_notice()
+        before = self._notice
         self._notice = notice
         if notice is not None and notice != before:
             step = run.state.iterations

@@ -27,7 +27,9 @@ from ..guards.guard import Guard
 from ..observe.step import Step
 
 _INTEGERS = {1: torch.int8, 2: torch.int16}
-_ELEMENTS, _ELEMENTS_ON_GPU, _TENSORS = 1 << 16, 1 << 22, 32
+_ELEMENTS = 1 << 16
+_ELEMENTS_ON_GPU = 1 << 22
+_TENSORS = 32
 """Most elements and tensors of the weights that are compared in a step: to read them
 takes as long as a few small calls.
 """
@@ -44,13 +46,12 @@ _FIRST = "_of_first"
 """The end of the name of rank 0's number, which the other workers send as zero."""
 _CAUSES = (
     "Likely causes: the loop calls the bare model in place of run.model(...); the "
-    "loop, or an optimizer with random numbers, "
-    "changes weights otherwise on each worker; a forward pass changes weights "
-    "(Embedding(max_norm=...)); the optimizer's parameters are in another order on "
-    "each worker, as from a set; a rank skips a backward pass; "
-    "processors of unequal kinds round otherwise "
-    "(sharding='zero2' copies the weights); a worker's memory is faulty. A new start "
-    "resumes from the last checkpoint."
+    "loop, or an optimizer with random numbers, changes weights otherwise on each "
+    "worker; a forward pass changes weights (Embedding(max_norm=...)); the optimizer's "
+    "parameters are in another order on each worker, as from a set; a rank skips a "
+    "backward pass; processors of unequal kinds round otherwise (sharding='zero2' "
+    "copies the weights); a worker's memory is faulty. A new start resumes from the "
+    "last checkpoint."
 )
 
 
@@ -58,12 +59,14 @@ def bits_of(tensor: Tensor) -> Tensor:
     """Return a tensor's numbers, in memory order if it is dense, read as integers of
     at most 32 bits; 1-D.
     """
-    numbers = (
-        torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    )
-    flat = (
-        numbers.reshape(-1) if memory_order(numbers) is None else memory_view(numbers)
-    )
+    if tensor.is_complex():
+        numbers = torch.view_as_real(tensor.detach())
+    else:
+        numbers = tensor.detach()
+    if memory_order(numbers) is None:
+        flat = numbers.reshape(-1)
+    else:
+        flat = memory_view(numbers)
     return flat.view(_INTEGERS.get(flat.element_size(), torch.int32))
 
 
@@ -110,7 +113,8 @@ def _pieces(params: Iterable[Tensor]) -> list[_Piece]:
         for part in bits_of(p).split(most):
             piece, size = latest.get((part.dtype, p.device), (None, 0))
             if piece is None or size + len(part) > most or len(piece.parts) == _TENSORS:
-                piece, size = _Piece(), 0
+                piece = _Piece()
+                size = 0
                 pieces.append(piece)
             piece.add(p, part)
             latest[part.dtype, p.device] = piece, size + len(part)
@@ -156,13 +160,13 @@ class Replicas(Guard):
         device: torch.device,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._module, self._optimizer, self._extra, self._source = (
-            module,
-            optimizer,
-            extra,
-            source,
-        )
-        self._rank, self._workers, self._group = rank, workers, process_group
+        self._module = module
+        self._optimizer = optimizer
+        self._extra = extra
+        self._source = source
+        self._rank = rank
+        self._workers = workers
+        self._group = process_group
         self._zero = constant(0.0, device)[0]
         self._pieces = _pieces(module.parameters()) if copies and workers > 1 else []
         self._steps = 0
@@ -188,13 +192,10 @@ class Replicas(Guard):
         self._steps += 1
         if self._pieces:
             norms = self._optimizer.current.replicated
-            norm = (
-                self._zero
-                if norms is None
-                else norms[0]
-                if len(norms) == 1
-                else norms.sum()
-            )
+            if norms is None:
+                norm = self._zero
+            else:
+                norm = norms[0] if len(norms) == 1 else norms.sum()
             bits = self._pieces[self._steps % len(self._pieces)].sum()
             if bits is None:
                 self._pieces = _pieces(self._module.parameters())
@@ -219,10 +220,9 @@ class Replicas(Guard):
         if (where := self._difference(made)) is not None:
             warn_on_first_worker(
                 "A forward pass has made buffers that differ between workers. "
-                f"{where}DDP sends only those of the built model. "
-                "A checkpoint has rank 0's, with which all workers would resume. Make "
-                "it before the run, or draw it from a "
-                "generator with a fixed seed."
+                f"{where}DDP sends only those of the built model. A checkpoint has "
+                "rank 0's, with which all workers would resume. Make it before the "
+                "run, or draw it from a generator with a fixed seed."
             )
 
     def read(self, step: Step) -> None:
@@ -235,7 +235,8 @@ class Replicas(Guard):
         for name, (what, difference) in _COMPARED.items():
             if name not in summed:
                 continue
-            total, first = summed[name], summed[name + _FIRST]
+            total = summed[name]
+            first = summed[name + _FIRST]
             # In a step that all workers skip the norm is infinite or NaN.
             close = abs(total - self._workers * first) <= difference * abs(total)
             same = close if math.isfinite(total) else repr(total) == repr(first)
@@ -299,9 +300,9 @@ class Replicas(Guard):
         if (where := self._difference(tensors)) is not None:
             raise RuntimeError(
                 "No checkpoint was written: extra_state differs between workers, and "
-                "each tensor would be one worker's. "
-                f"{where}Update it alike on all workers, without `if rank == 0`. State "
-                "that differs is PerWorker(object)."
+                f"each tensor would be one worker's. {where}Update it alike on all "
+                "workers, without `if rank == 0`. State that differs is "
+                "PerWorker(object)."
             )
 
     def _causes(self) -> str:
@@ -331,10 +332,10 @@ class Replicas(Guard):
             if t is not None and _is_dense(t)
         }
         difference = first_difference(own, self._workers, self._group)
+        if difference is None:
+            return None
         return (
-            None
-            if difference is None
-            else f"First difference: {difference[0]} (its bits have the sums "
+            f"First difference: {difference[0]} (its bits have the sums "
             f"{difference[1]}). "
         )
 

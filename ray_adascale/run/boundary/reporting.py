@@ -54,10 +54,8 @@ class Reporting(Stage):
     def act(self, run: RunAtBoundary, flags: int) -> str | None:
         if run.reported:
             return None
-        policy, evaluated = (
-            self._backend.report_policy,
-            self._evaluation.evaluated_step == run.state.iterations,
-        )
+        policy = self._backend.report_policy
+        evaluated = self._evaluation.evaluated_step == run.state.iterations
         save = self._checkpointing.saves_with_report(flags) or (
             evaluated and policy.evaluations and policy.save_evaluations
         )

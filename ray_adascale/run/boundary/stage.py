@@ -123,7 +123,8 @@ class IntervalTimer:
         return time.monotonic() >= self.ends_at
 
 
-NEVER, ALWAYS = IntervalTimer(math.inf), IntervalTimer(-math.inf)
+NEVER = IntervalTimer(math.inf)
+ALWAYS = IntervalTimer(-math.inf)
 
 
 class RunAtBoundary(Protocol):
@@ -209,13 +210,15 @@ class Stages:
     """
 
     def __init__(self, stages: Sequence[Stage], rank: int) -> None:
-        self._stages, self.sent = stages, BoundaryFlags.NONE
+        self._stages = stages
+        self.sent = BoundaryFlags.NONE
         self._counted = ~BoundaryFlags.NONE if rank == 0 else BoundaryFlags.BUSY
         self._next_tau = min(stage.next_tau() for stage in stages)
 
     def flags(self) -> int:
         """Return this worker's flags. Other workers than rank 0 send BUSY only."""
-        now, flags = time.monotonic(), BoundaryFlags.NONE
+        now = time.monotonic()
+        flags = BoundaryFlags.NONE
         for stage in self._stages:
             if now >= stage.timer.ends_at:
                 flags |= stage.flags()
@@ -234,7 +237,8 @@ class Stages:
         From T on they don't act: the loop ends the run.
         """
         due = not run.base_schedule.ended_at(tau) and self.due(tau)
-        flags, self.sent = self.sent, BoundaryFlags.NONE
+        flags = self.sent
+        self.sent = BoundaryFlags.NONE
         if not due:
             return None
         for stage in self._stages:

@@ -196,7 +196,8 @@ class TrainState:
         whole = checkpoint.Saved(folder)
         saved = whole.state
         of_schedule, of_groups, kept = compare(whole, self.base_schedule, self.groups)
-        now, before = name_of(self.optimizer.rule), saved["rule"]
+        now = name_of(self.optimizer.rule)
+        before = saved["rule"]
         of_rule = [] if now == before else [f"rule is {now!r}, was {before!r}"]
         self._check_accepted(whole, of_schedule + of_groups + of_rule, accept_changes)
         statistics = whole.tensors("adascale/")
@@ -239,10 +240,8 @@ class TrainState:
         """Freeze and unfreeze what the loop had before the checkpoint, except where
         the program itself was changed since.
         """
-        before, changed = (
-            set(saved["frozen"]["at_first"]),
-            set(saved["frozen"]["changed"]),
-        )
+        before = set(saved["frozen"]["at_first"])
+        changed = set(saved["frozen"]["changed"])
         for name, p in self.module.named_parameters():
             if (key := unwrapped_name(name)) in changed:
                 p.requires_grad_(key in before)
@@ -258,8 +257,7 @@ class TrainState:
         if self.rank == 0 and edited - changed:
             warn_at_user(
                 "requires_grad is the program's, other than in the checkpoint and in "
-                "the program that began the run, of "
-                f"{listed(sorted(edited - changed))}"
+                f"the program that began the run, of {listed(sorted(edited - changed))}"
             )
 
     def _own(self, name: str) -> str:
@@ -321,9 +319,8 @@ class TrainState:
         if not accept:
             raise ValueError(
                 f"{what} Restore the settings, start a new run under another name, or "
-                "accept them with "
-                "AdaScaleConfig(accept_changes=True), which is --accept-changes on the "
-                "command line."
+                "accept them with AdaScaleConfig(accept_changes=True), which is "
+                "--accept-changes on the command line."
             )
         tau = whole.state["effective_steps"]
         warn_on_first_worker(
@@ -389,8 +386,8 @@ def log_start(
         workers += f" (before: {workers_before}; S is {plan.scale:g} now)"
     _log.info(
         "Resumed from %s: optimizer step %d, effective step %.2f of %d, %s. Steps "
-        "taken after this checkpoint "
-        "are taken again: at most those of %g s and of the writing of a checkpoint.",
+        "taken after this checkpoint are taken again: at most those of %g s and of the "
+        "writing of a checkpoint.",
         folder.name,
         loop.iterations,
         train_state.optimizer.effective_steps,

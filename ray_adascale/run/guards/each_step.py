@@ -62,12 +62,10 @@ class TrainMode(Guard):
         self.retired = True
         warn_on_first_worker(
             f"All modules of the model are in eval mode in step {self._steps} of this "
-            "start: dropout is off, and batch norm "
-            "uses its running statistics. If an evaluation of the loop called "
-            "model.eval(), call model.train() after it. Models "
-            "from a hub are in eval mode at first: call model.train() before the loop. "
-            "To train in eval mode on purpose, "
-            "ignore this warning."
+            "start: dropout is off, and batch norm uses its running statistics. If an "
+            "evaluation of the loop called model.eval(), call model.train() after it. "
+            "Models from a hub are in eval mode at first: call model.train() before "
+            "the loop. To train in eval mode on purpose, ignore this warning."
         )
 
 
@@ -114,6 +112,6 @@ class EqualLosses(Guard):
             self.retired = True
             warn_on_first_worker(
                 f"The loss was the same on all workers in {_EQUAL_STEPS} steps in a "
-                "row: they compute with equal data, so more "
-                f"workers don't help. {OWN_EXAMPLES}"
+                "row: they compute with equal data, so more workers don't help. "
+                f"{OWN_EXAMPLES}"
             )

@@ -88,8 +88,8 @@ def warn_of_equal_batches(batch: Any, world_size: int, device: torch.device) -> 
     if equal:
         warn_on_first_worker(
             f"The data of ranks {', '.join(map(str, equal))} begin with the same "
-            "micro-batch: they read the same examples, so "
-            f"more workers don't help. {OWN_EXAMPLES}"
+            "micro-batch: they read the same examples, so more workers don't help. "
+            f"{OWN_EXAMPLES}"
         )
 
 
@@ -132,11 +132,10 @@ def warn_of_micro_batch(
     if norms and examples < base_batch_size:
         warn_on_first_worker(
             f"Batch norm ({norms[0]!r}) computes its statistics over {examples} "
-            f"examples, and over {base_batch_size} in the "
-            "base run, so weights and accuracy may differ. Use "
-            f"per_worker_batch_size={base_batch_size} if it fits, "
-            "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), or a norm of single "
-            "examples (GroupNorm)."
+            f"examples, and over {base_batch_size} in the base run, so weights and "
+            f"accuracy may differ. Use per_worker_batch_size={base_batch_size} if it "
+            "fits, torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), or a norm of "
+            "single examples (GroupNorm)."
         )
     if examples != base_batch_size and (summed := sum_advice(loss, examples)):
         warn_on_first_worker(summed)
@@ -172,10 +171,9 @@ def warn_of_written_buffers(module: nn.Module, before: Mapping[str, Tensor]) -> 
     if changed:
         warn_on_first_worker(
             f"The forward pass changes the buffer {changed[0]!r} in each micro-batch; "
-            "the base run changes it once a step. On "
-            "several workers only rank 0's micro-batches change it, as in "
-            "DistributedDataParallel. If it counts or averages "
-            "examples, sum over the workers in forward() "
+            "the base run changes it once a step. On several workers only rank 0's "
+            "micro-batches change it, as in DistributedDataParallel. If it counts or "
+            "averages examples, sum over the workers in forward() "
             "(torch.distributed.all_reduce), and use one pass a step."
         )
 
@@ -214,10 +212,10 @@ class ExtraStateHint(Guard):
         if changed:
             warn_on_first_worker(
                 f"extra_state {changed[0]!r} has changed between run.step() and the "
-                "next micro-batch, after a checkpoint that "
-                "run.step() may have written: a resumed run would differ. Change it in "
-                "after_step=, which is called once a step "
-                "before its checkpoint (a teacher by beta ** gain)."
+                "next micro-batch, after a checkpoint that run.step() may have "
+                "written: a resumed run would differ. Change it in after_step=, which "
+                "is called once a step before its checkpoint (a teacher by beta ** "
+                "gain)."
             )
 
     def _digests(self) -> dict[str, int]:

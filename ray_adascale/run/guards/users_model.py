@@ -87,18 +87,17 @@ class UsersModel:
                 f"No parameter group has {listed(new)}, which the program has added to "
                 "the model or unfrozen since the run was built (a new layer, "
                 "weight_norm or another parametrization), so steps would not train "
-                "them. Change the model before the optimizer and the run are built. "
-                "To change it in the middle, leave the loop, and build the optimizer "
-                "and a run anew: Run(..., starting_step=int(run.effective_steps)), "
-                "with checkpoints in another folder."
+                "them. Change the model before the optimizer and the run are built. To "
+                "change it in the middle, leave the loop, and build the optimizer and "
+                "a run anew: Run(..., starting_step=int(run.effective_steps)), with "
+                "checkpoints in another folder."
             )
 
 
 def _refuse_replaced(names: list[str]) -> None:
     raise RuntimeError(
         f"The program has replaced {listed(names)} of the model since the run was "
-        "built, and the optimizer would go on to step "
-        "the old values. Leave assign=True out of load_state_dict(), or write in place "
-        "of module.weight = ...: "
-        "with torch.no_grad(): module.weight.copy_(...)."
+        "built, and the optimizer would go on to step the old values. Leave "
+        "assign=True out of load_state_dict(), or write in place of module.weight = "
+        "...: with torch.no_grad(): module.weight.copy_(...)."
     )

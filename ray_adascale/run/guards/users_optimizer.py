@@ -61,9 +61,9 @@ class UsersOptimizer:
         if not self.run_is_stepping:
             raise RuntimeError(
                 "optimizer.step() was called in the loop beside run.step(): the "
-                "weights would move twice, once without the "
-                "gain. Remove optimizer.step() and optimizer.zero_grad(): run.step() "
-                "does both, in a step's last pass."
+                "weights would move twice, once without the gain. Remove "
+                "optimizer.step() and optimizer.zero_grad(): run.step() does both, in "
+                "a step's last pass."
             )
 
 
@@ -76,8 +76,8 @@ def _warn_of_steps_outside() -> Callable[..., None]:
     def stepped(*_: object) -> None:
         if next(steps) == 5:
             warn_on_first_worker(
-                "optimizer.step() has run 5 times, and no loop over the run has "
-                f"begun. {LOOP}"
+                "optimizer.step() has run 5 times, and no loop over the run has begun. "
+                f"{LOOP}"
             )
 
     return stepped
@@ -86,7 +86,6 @@ def _warn_of_steps_outside() -> Callable[..., None]:
 def _refuse_group(param_group: dict[str, Any]) -> None:
     raise RuntimeError(
         "optimizer.add_param_group() was called on the optimizer of a run. A resume "
-        "would not have the group. Give the optimizer "
-        "all groups when it is built, and freeze what is to be trained later: "
-        "part.requires_grad_(False)."
+        "would not have the group. Give the optimizer all groups when it is built, and "
+        "freeze what is to be trained later: part.requires_grad_(False)."
     )

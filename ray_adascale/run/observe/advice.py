@@ -67,9 +67,8 @@ def _rule_advice(rule: ScalingRule, optimizer: Optimizer) -> str | None:
     if isinstance(rule, AdamScaleRule):
         return (
             "rule='adamscale' is experimental: schedules did not carry over with it, "
-            "but did with the default and the same AdamW "
-            "(docs/guides/choosing.md). Leave rule out, or compare with a base run "
-            "before you trust it."
+            "but did with the default and the same AdamW (docs/guides/choosing.md). "
+            "Leave rule out, or compare with a base run before you trust it."
         )
     if not isinstance(rule, AdaScaleRule | AdaScaleMemoryRule):
         return None
@@ -79,8 +78,8 @@ def _rule_advice(rule: ScalingRule, optimizer: Optimizer) -> str | None:
     if not (kinds <= SGD | ADAM | MUON or kinds <= LION):
         return (
             "AdaScale is derived for SGD and Adam. It was measured with these, AdamW, "
-            "Muon and Lion (docs/results.md), but not with "
-            f"{name}. The run goes on. Compare with a base run before you trust it."
+            f"Muon and Lion (docs/results.md), but not with {name}. The run goes on. "
+            "Compare with a base run before you trust it."
         )
     if isinstance(rule, AdaScaleMemoryRule) or not kinds & (ADAM | LION):
         return None
@@ -93,13 +92,13 @@ def _rule_advice(rule: ScalingRule, optimizer: Optimizer) -> str | None:
 
 
 def _recipe_advice(recipe: Recipe, optimizer: Optimizer) -> str | None:
-    before, now = recipe.optimizer_class, class_name(largest_part(optimizer))
+    before = recipe.optimizer_class
+    now = class_name(largest_part(optimizer))
     if before in ("", now):
         return None
     return (
         f"The recipe was made with {before}, and this run has {now}: the schedule was "
-        f"tuned for another optimizer. Use {before}, "
-        f"or search anew with {now}."
+        f"tuned for another optimizer. Use {before}, or search anew with {now}."
     )
 
 
@@ -142,23 +141,22 @@ def warn_of_schedule(
             "End the schedule at 0."
         )
     base = schedule.base_batch_size
-    length = (
-        math.inf
-        if schedule.base_steps_per_epoch is None
-        else schedule.base_steps_per_epoch * base
-    )
+    if schedule.base_steps_per_epoch is None:
+        length = math.inf
+    else:
+        length = schedule.base_steps_per_epoch * base
     if max(base, batch) > length:
-        what, size, remedy = (
-            "batch",
-            batch,
-            "the workers, per_worker_batch_size or accumulation",
-        )
+        what = "batch"
+        size = batch
+        remedy = "the workers, per_worker_batch_size or accumulation"
         if base > length:
-            what, size, remedy = "base batch", base, "base_batch_size"
+            what = "base batch"
+            size = base
+            remedy = "base_batch_size"
         found.append(
             f"The {what} of {size} is larger than the dataset of {length:.0f} "
-            "examples, so a step uses some of them twice, "
-            f"and its noise is too small for a batch of that size. Lower {remedy}."
+            "examples, so a step uses some of them twice, and its noise is too small "
+            f"for a batch of that size. Lower {remedy}."
         )
     advice = [sentence for sentence in found if sentence is not None]
     for sentence in advice:
@@ -183,9 +181,8 @@ def warn_of_state_dict_hooks(optimizer: Optimizer) -> None:
     ) or any(part.state_dict().keys() - {"state", "param_groups"} for part in parts):
         warn_on_first_worker(
             f"{type(optimizer).__name__} has hooks around its state dict, or entries "
-            "of its own in it. The run's checkpoints "
-            "don't hold what they add. Give it as extra_state=, an object with "
-            "state_dict() and load_state_dict()."
+            "of its own in it. The run's checkpoints don't hold what they add. Give it "
+            "as extra_state=, an object with state_dict() and load_state_dict()."
         )
 
 
@@ -200,10 +197,9 @@ def warn_of_modes(optimizer: Optimizer) -> None:
     ]:
         warn_on_first_worker(
             f"{names[0]} has an eval() of its own, which changes the weights. In "
-            "evaluate= call optimizer.eval() first and "
-            "optimizer.train() last, on every worker. Checkpoints and load_weights() "
-            "have the weights of train(). To save those "
-            "of eval(), call optimizer.eval() after the loop, and save "
+            "evaluate= call optimizer.eval() first and optimizer.train() last, on "
+            "every worker. Checkpoints and load_weights() have the weights of train(). "
+            "To save those of eval(), call optimizer.eval() after the loop, and save "
             "run.module.state_dict()."
         )
 
@@ -216,16 +212,16 @@ def warn_of_step_hooks(optimizer: Optimizer) -> None:
     ):
         warn_on_first_worker(
             f"{type(optimizer).__name__} has hooks around its step. With sharded state "
-            "they see this worker's shard of the "
-            "parameters and gradients, before the workers gather the shards. Use "
-            "after_step= for an average of the weights, "
+            "they see this worker's shard of the parameters and gradients, before the "
+            "workers gather the shards. Use after_step= for an average of the weights, "
             "grad_clip= for clipping, or AdaScaleConfig(sharding='none')."
         )
 
 
 # ---- in its first steps --------------------------------------------------------------
 
-_WINDOWS, _STEPS = 3, 20
+_WINDOWS = 3
+_STEPS = 20
 """Windows of the averages, and optimizer steps, after which the averages are
 reliable enough for a warning.
 """
@@ -242,8 +238,7 @@ def sum_advice(loss: Any, examples: int) -> str | None:
         return None
     return (
         f"The loss looks like a sum over the examples, {examples} here. It must be the "
-        "mean (reduction='mean'), else the "
-        "learning rate grows with the micro-batch."
+        "mean (reduction='mean'), else the learning rate grows with the micro-batch."
     )
 
 
@@ -303,16 +298,16 @@ class NoiseWarning(Listener):
         if not step.result.skipped:
             self._gains += step.metrics["gain"]
             self._scales += step.plan.scale
-        noise_scale, plan = step.metrics["noise_scale"], step.plan
+        noise_scale = step.metrics["noise_scale"]
+        plan = step.plan
         # which may be NaN
         if plan.scale <= 1 or not plan.global_batch_size > noise_scale:
             self._too_large_since = None
             return
-        since = (
-            step.result.effective_steps
-            if self._too_large_since is None
-            else self._too_large_since
-        )
+        if self._too_large_since is None:
+            since = step.result.effective_steps
+        else:
+            since = self._too_large_since
         self._too_large_since = since
         # Noise at the beginning of a run seldom lasts, and averages of a few samples
         # vary.
@@ -329,10 +324,9 @@ class NoiseWarning(Listener):
             self._warned = True
             warn_at_user(
                 f"The batch of {plan.global_batch_size} exceeds the gradient noise "
-                f"scale of {noise_scale:.0f} examples over the "
-                f"last {self._window:,.0f} effective steps (gain "
-                f"{step.metrics['gain']:.2f} at scale {plan.scale:g}): more "
-                "workers now buy less than half."
+                f"scale of {noise_scale:.0f} examples over the last "
+                f"{self._window:,.0f} effective steps (gain {step.metrics['gain']:.2f} "
+                f"at scale {plan.scale:g}): more workers now buy less than half."
             )
 
     def _efficient_as_a_whole(self, step: Step) -> bool:
@@ -364,6 +358,7 @@ class UnreadHyperparameters(Listener):
 
     def after_step(self, step: Step) -> None:
         """Warn if this is the first step and keys are unread."""
-        reads, self._reads = self._reads, None
+        reads = self._reads
+        self._reads = None
         if reads is not None and reads.unread:
             warn_at_user(unread_warning(reads.unread))

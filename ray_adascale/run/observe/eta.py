@@ -50,10 +50,8 @@ class Eta:
     @classmethod
     def from_metrics(cls, metrics: Mapping[str, Any]) -> Eta:
         """Return the estimate from the metrics of :meth:`as_metrics`."""
-        steps, seconds = (
-            metrics.get("steps_left", math.inf),
-            metrics.get("seconds_left", math.inf),
-        )
+        steps = metrics.get("steps_left", math.inf)
+        seconds = metrics.get("seconds_left", math.inf)
         return cls(steps, seconds, bool(metrics.get("left_is_rough", True)))
 
 
@@ -69,9 +67,9 @@ def clock_time(seconds: float) -> str:
         return "?"
     minutes, seconds = divmod(max(round(seconds), 0), 60)
     hours, minutes = divmod(minutes, 60)
-    return (
-        f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
-    )
+    if hours:
+        return f"{hours}:{minutes:02d}:{seconds:02d}"
+    return f"{minutes}:{seconds:02d}"
 
 
 def steps_left(
@@ -124,7 +122,8 @@ class EtaTracker(Listener):
         """Update :attr:`eta`, unknown after a skipped step. With a forecast, add the
         remaining steps to the trace's row.
         """
-        scale, taken = step.plan.scale, step.metrics["optimizer_steps"]
+        scale = step.plan.scale
+        taken = step.metrics["optimizer_steps"]
         left = steps_left(
             self._forecast,
             tau=step.result.effective_steps,
@@ -138,11 +137,10 @@ class EtaTracker(Listener):
         self._timed += 1
         if self._timed == self._FIRST:
             self._since = time.monotonic()
-        self.eta = (
-            UNKNOWN
-            if step.result.skipped
-            else Eta(left, left * self.seconds_per_step if left else 0.0, rough)
-        )
+        if step.result.skipped:
+            self.eta = UNKNOWN
+        else:
+            self.eta = Eta(left, left * self.seconds_per_step if left else 0.0, rough)
 
     @property
     def seconds_per_step(self) -> float:

@@ -61,13 +61,10 @@ def annotate_exceptions(
         yield
     except Exception as error:
         at = steps()
-        place = (
-            _BUILDING
-            if at is None
-            else _BEGINNING
-            if at[0] == at[1]
-            else _AT_STEP.format(at[1])
-        )
+        if at is None:
+            place = _BUILDING
+        else:
+            place = _BEGINNING if at[0] == at[1] else _AT_STEP.format(at[1])
         # the innermost context is the most exact
         if not any(note.startswith("Raised ") for note in _notes(error)):
             lines = users_lines(error)

@@ -159,7 +159,8 @@ def step_metrics(
     sigma2, mu2 = step.total_moments()
     if math.isnan(sigma2) and probed is not None:
         sigma2, mu2 = probed
-    gain, scale = step.gain, plan.scale
+    gain = step.gain
+    scale = plan.scale
     return {
         "gain": gain,
         "scale": scale,
@@ -203,8 +204,8 @@ def plain_numbers(
         out[key] = value = value.item() if hasattr(value, "item") else value
         if key in OWN_KEYS or (key == "loss" and not of_step):
             raise ValueError(
-                f"Invalid metric {key!r}: the run or Ray Tune reports it. Choose another name, "
-                f"such as 'val_{key}'."
+                f"Invalid metric {key!r}: the run or Ray Tune reports it. Choose "
+                f"another name, such as 'val_{key}'."
             )
         if not isinstance(value, bool | int | float | str):
             raise TypeError(
@@ -227,10 +228,9 @@ def state_of(metrics: Mapping[str, Any]) -> str:
     workers = metrics["world_size"]
     return (
         f"step {metrics['optimizer_steps']:,}  gain {metrics['gain']:.2f} of "
-        f"{metrics['scale']:g}  "
-        f"lr {metrics['lr']:.3g}  loss {metrics['loss']:.4g}  "
-        f"{metrics['examples_per_s']:,.0f} examples/s  "
-        f"{workers} worker{'s' if workers != 1 else ''}"
+        f"{metrics['scale']:g}  lr {metrics['lr']:.3g}  loss {metrics['loss']:.4g}  "
+        f"{metrics['examples_per_s']:,.0f} examples/s  {workers} "
+        f"worker{'s' if workers != 1 else ''}"
     )
 
 

@@ -58,8 +58,8 @@ COLUMNS = {
     "untrained": "metrics of the untrained model, in the first row alone",
     "total_steps": "T, in the first row alone",
     BASE: "the recipe's base runs, for the verdict, in the first row alone",
-    NORM_BATCH: "examples of a micro-batch of a model with batch norm, with a recipe, in "
-    "the first row alone",
+    NORM_BATCH: "examples of a micro-batch of a model with batch norm, with a recipe, "
+    "in the first row alone",
     CLIPPED: "true if the gradient was clipped at a multiple of the expected norm; "
     "else missing",
     SKIPPED: "true if the gradient was not finite, so that weights and τ stayed; else "
@@ -167,7 +167,8 @@ class Trace(Listener):
         self._store()
 
     def _add(self, *, last: bool = False) -> None:
-        row, self._row = self._row, None
+        row = self._row
+        self._row = None
         if row is None:
             return
         self._last = b""
@@ -181,7 +182,8 @@ class Trace(Listener):
                 }
                 self._last = _line(whole) if last else b""
                 return
-            row, self._left_out = whole, {}
+            row = whole
+            self._left_out = {}
         self._first = False
         self._pending.append(_line(row))
 
@@ -248,13 +250,13 @@ def read_trace(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         if (path / SEARCH).is_file():
             raise ValueError(
                 f"Invalid run {str(path)!r}: a search, whose trials keep no trace of "
-                "their steps. Give the folder of a run, as "
-                "`ray-adascale train` makes; for the base run, one at the recipe's "
-                "base batch."
+                "their steps. Give the folder of a run, as `ray-adascale train` makes; "
+                "for the base run, one at the recipe's base batch."
             )
-        what = (
-            f"no {TRACE}/*.jsonl in it" if path.is_dir() else "no such file or folder"
-        )
+        if path.is_dir():
+            what = f"no {TRACE}/*.jsonl in it"
+        else:
+            what = "no such file or folder"
         raise ValueError(
             f"Invalid run {str(path)!r}: {what}. Give the folder of a run (its name "
             "under the storage path)."
@@ -277,17 +279,17 @@ def faults_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return what a trace lacks, a phrase each; empty if it has a row for each step,
     or each k-th one.
     """
-    found, before = [], 0
+    found = []
+    before = 0
     for row in rows:
         now = row["step"]
         if now <= before:
             found.append(f"step {now:,} comes after step {before:,}")
         elif now - before > row.get(EVERY, 1):
-            steps = (
-                f"steps {before + 1:,} to {now - 1:,} are"
-                if now - before > 2
-                else f"step {now - 1:,} is"
-            )
+            if now - before > 2:
+                steps = f"steps {before + 1:,} to {now - 1:,} are"
+            else:
+                steps = f"step {now - 1:,} is"
             found.append(f"{steps} missing")
         before = max(before, now)
     return found

@@ -61,7 +61,8 @@ class BaseFigures:
     @classmethod
     def of(cls, recipe: Recipe) -> BaseFigures:
         """Return the figures of a recipe."""
-        score, spread = recipe.score, None
+        score = recipe.score
+        spread = None
         if recipe.repeat_scores is not None:
             score, spread = recipe.repeat_scores
         elif recipe.repeats:
@@ -166,7 +167,8 @@ class Verdict:
         """The advantage in spreads of the base run's seeds; NaN where the spread is
         unknown.
         """
-        spread, advantage = self.base.spread, self.advantage
+        spread = self.base.spread
+        advantage = self.advantage
         if spread is None or advantage == 0:
             return math.nan if spread is None else 0.0
         return advantage / spread if spread > 0 else math.copysign(math.inf, advantage)
@@ -197,7 +199,8 @@ class Verdict:
         """The comparison in a sentence, and where the spread is unknown what it costs
         to know it.
         """
-        base, run = self.base, self.run
+        base = self.base
+        run = self.run
         if base.metric == "loss":
             return (
                 "Not compared with the base run: the recipe is judged by the training "
@@ -219,8 +222,8 @@ class Verdict:
         match self.outcome:
             case Outcome.WITHIN:
                 return (
-                    f"{value} is as good as {theirs}. The difference is "
-                    f"{by:.2g} times the spread of its seeds."
+                    f"{value} is as good as {theirs}. The difference is {by:.2g} times "
+                    "the spread of its seeds."
                 )
             case Outcome.UNKNOWN:
                 return f"{value} is {self._difference()} {theirs}. {self._cost()}"
@@ -248,8 +251,8 @@ class Verdict:
             return f"{text}: search with --repeats 2, or repeat the base run."
         return (
             f"{text}. The same `ray-adascale tune` with --name {self.base.search} "
-            "--repeats 2 --repeat-best 1 measures it with two more base runs, "
-            f"of {self.base.total_steps:,} steps each."
+            "--repeats 2 --repeat-best 1 measures it with two more base runs, of "
+            f"{self.base.total_steps:,} steps each."
         )
 
     @property
@@ -300,7 +303,8 @@ class Verdict:
             yield Check(finding=warning)
 
     def _micro_batch(self) -> Iterator[Check]:
-        examples, base = self.run.norm_batch, self.base.base_batch_size
+        examples = self.run.norm_batch
+        base = self.base.base_batch_size
         if examples is None:
             return
         figure = f"batch norm over {examples} examples, {base} in the base run"
@@ -310,15 +314,16 @@ class Verdict:
         yield Check(finding=f"B{figure[1:]}: use per_worker_batch_size={base}.")
 
     def _stability(self) -> Check:
-        clipped, skipped = self.run.clipped, self.run.skipped
+        clipped = self.run.clipped
+        skipped = self.run.skipped
         figure = (
             f"{_percent(clipped)} of the steps clipped, {_percent(skipped)} skipped"
         )
         if clipped + skipped <= _UNSTABLE:
             return Check(figure=figure)
         return Check(
-            finding=f"Stability: {figure}. The schedule is near its edge: use a smaller "
-            "S, a lower learning rate or a warm-up at the base batch."
+            finding=f"Stability: {figure}. The schedule is near its edge: use a "
+            "smaller S, a lower learning rate or a warm-up at the base batch."
         )
 
     def _efficiency(self) -> Check:
@@ -353,8 +358,8 @@ def epochs_warning(base: BaseFigures, examples: float) -> str | None:
     return (
         f"Epochs: {epochs_in_words(base, examples)}. Repeated examples cost what a "
         "larger batch saves: compare with a base run of as many examples "
-        "(`ray-adascale train WORKLOAD --recipe FILE "
-        f"--total-examples {examples:.0f}`)."
+        "(`ray-adascale train WORKLOAD --recipe FILE --total-examples "
+        f"{examples:.0f}`)."
     )
 
 

@@ -26,11 +26,10 @@ _requires_grad = attrgetter("requires_grad")
 
 _NOT_CALLED = (
     "run.model(...) was not called in the last pass of a step, so the workers would "
-    "not exchange gradients. Call run.model(...) "
-    "in place of the bare model, also in a loss that has the model. Only its forward() "
-    "counts: let forward() call the model's "
-    "other methods, or use AdaScaleConfig(sharding='zero2'), which reduces gradients "
-    "whichever method is called."
+    "not exchange gradients. Call run.model(...) in place of the bare model, also in a "
+    "loss that has the model. Only its forward() counts: let forward() call the "
+    "model's other methods, or use AdaScaleConfig(sharding='zero2'), which reduces "
+    "gradients whichever method is called."
 )
 
 
@@ -62,9 +61,9 @@ class DataParallel(Sharding):
         ]
         if ignored:
             raise ValueError(
-                "DistributedDataParallel was told to ignore "
-                f"{listed(ignored)}, so the workers would step them apart. Leave them "
-                "out of _ddp_params_and_buffers_to_ignore, or freeze them."
+                f"DistributedDataParallel was told to ignore {listed(ignored)}, so the "
+                "workers would step them apart. Leave them out of "
+                "_ddp_params_and_buffers_to_ignore, or freeze them."
             )
 
     def observe(self, listener: PassListener, wanted: Wanted) -> GradientObserver:
@@ -117,12 +116,10 @@ class DataParallel(Sharding):
         if changed:
             raise RuntimeError(
                 f"The loop has frozen or unfrozen {listed(changed)}. "
-                "DistributedDataParallel reduces gradients of what was "
-                "trainable when the run was built. Use "
-                "AdaScaleConfig(sharding='zero2'), which follows. Or build the run "
-                "with "
-                "all of them trainable and find_unused_parameters=True, and freeze "
-                "layers afterwards."
+                "DistributedDataParallel reduces gradients of what was trainable when "
+                "the run was built. Use AdaScaleConfig(sharding='zero2'), which "
+                "follows. Or build the run with all of them trainable and "
+                "find_unused_parameters=True, and freeze layers afterwards."
             )
 
     def end_pass(self) -> None:
@@ -158,11 +155,10 @@ class _Reducing:
         # next forward pass.
         raise RuntimeError(
             f"A step's last backward pass gave no gradient to {_names(model, unused)}. "
-            "DistributedDataParallel then leaves other "
-            "gradients unreduced. Use AdaScaleConfig(find_unused_parameters=True), in "
-            "a loop of your own the argument of "
-            "DistributedDataParallel; or sharding='zero2', which needs none; or freeze "
-            "them before the run."
+            "DistributedDataParallel then leaves other gradients unreduced. Use "
+            "AdaScaleConfig(find_unused_parameters=True), in a loop of your own the "
+            "argument of DistributedDataParallel; or sharding='zero2', which needs "
+            "none; or freeze them before the run."
         )
 
     def check_cast(self, params: Sequence[Tensor]) -> None:

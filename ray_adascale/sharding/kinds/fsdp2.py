@@ -53,7 +53,9 @@ from .sharding import Sharding, Wanted, finite_everywhere
 class FullyShard(Sharding):
     """Gradients that FSDP2 reduces to the shards, as DTensors."""
 
-    copies, sharded, fuses = False, True, False
+    copies = False
+    sharded = True
+    fuses = False
 
     def __init__(self, optimizer: Optimizer, model: nn.Module | None) -> None:
         super().__init__(optimizer, model)
@@ -71,16 +73,16 @@ class FullyShard(Sharding):
         if self.model is None:
             raise ValueError(
                 "The optimizer's parameters are DTensors. Give AdaScale(..., "
-                "model=model), the model that fully_shard was "
-                "applied to: gradient samples are measured on its unsharded parameters."
+                "model=model), the model that fully_shard was applied to: gradient "
+                "samples are measured on its unsharded parameters."
             )
 
     def observe(self, listener: PassListener, wanted: Wanted) -> GradientObserver:
         if wanted.precondition is not None:
             raise ValueError(
                 "precondition= needs whole parameters and their optimizer state, which "
-                "fully_shard splits over workers. Leave it "
-                "out, or train with DistributedDataParallel."
+                "fully_shard splits over workers. Leave it out, or train with "
+                "DistributedDataParallel."
             )
         assert self.model is not None
         return FSDP2Observer(
@@ -138,8 +140,8 @@ def _rows(param: Tensor) -> tuple[int, int]:
     if list(param.placements) != [Shard(0)]:
         raise TypeError(
             f"Can't checkpoint optimizer state placed as {list(param.placements)}: "
-            "only fully_shard's own "
-            "placement is supported, rows over a mesh of one dimension."
+            "only fully_shard's own placement is supported, rows over a mesh of one "
+            "dimension."
         )
     return first_element(param), param.to_local().numel()
 
@@ -236,23 +238,23 @@ class FSDP2Observer(HookObserver):
         ):
             raise ValueError(
                 f"A parameter of shape {tuple(param.shape)} is placed as "
-                f"{param.placements}. AdaScale supports (Shard,) "
-                "and, for HSDP, (Replicate, Shard): fully_shard alone, without tensor, "
-                "expert or pipeline parallelism."
+                f"{param.placements}. AdaScale supports (Shard,) and, for HSDP, "
+                "(Replicate, Shard): fully_shard alone, without tensor, expert or "
+                "pipeline parallelism."
             )
         if param.device_mesh.size() != self._world_size:
             raise ValueError(
                 f"A parameter of shape {tuple(param.shape)} is sharded over "
-                f"{param.device_mesh.size()} workers, but "
-                f"AdaScale has world_size={self._world_size}. Every worker of the "
-                "batch must be on the mesh: give "
-                "fully_shard the whole mesh, or AdaScale the mesh's process group."
+                f"{param.device_mesh.size()} workers, but AdaScale has "
+                f"world_size={self._world_size}. Every worker of the batch must be on "
+                "the mesh: give fully_shard the whole mesh, or AdaScale the mesh's "
+                "process group."
             )
         if not found:
             raise ValueError(
                 f"A parameter of shape {tuple(param.shape)} was not found in a "
-                "fully_shard-ed module of model=. Give "
-                "AdaScale the model whose parameters() you gave the optimizer."
+                "fully_shard-ed module of model=. Give AdaScale the model whose "
+                "parameters() you gave the optimizer."
             )
 
     # ---- hooks -----------------------------------------------------------------------
@@ -270,8 +272,8 @@ class FSDP2Observer(HookObserver):
             if isinstance(whole, DTensor):
                 raise ValueError(
                     f"The parameter {name!r} of a {type(owner).__name__} is a DTensor "
-                    "even while it is unsharded; "
-                    "AdaScale supports fully_shard alone, without tensor parallelism."
+                    "even while it is unsharded; AdaScale supports fully_shard alone, "
+                    "without tensor parallelism."
                 )
             if shard not in self._whole:
                 self._reductions.append(
@@ -288,7 +290,8 @@ class FSDP2Observer(HookObserver):
         return None  # its taker does more than to take norms
 
     def taker(self, param: Tensor) -> Callable[[Tensor], object]:
-        owed, take_sample = self._owed, super().taker(param)
+        owed = self._owed
+        take_sample = super().taker(param)
 
         def take(grad: Tensor) -> None:
             owed.add(param)
@@ -394,16 +397,14 @@ class FSDP2Observer(HookObserver):
 
 _NOT_SHARDED = (
     "A plain parameter of shape {shape} is in the optimizer beside the sharded ones "
-    "(ignored_params of fully_shard?): FSDP2 "
-    "does not reduce its gradient, so workers would drift apart. Shard it too, freeze "
-    "it, or step it with an optimizer of "
-    "its own that AdaScale does not wrap."
+    "(ignored_params of fully_shard?): FSDP2 does not reduce its gradient, so workers "
+    "would drift apart. Shard it too, freeze it, or step it with an optimizer of its "
+    "own that AdaScale does not wrap."
 )
 _NOT_REDUCED = (
     "The last backward pass of the step left gradients unreduced. Call "
-    "model.set_requires_gradient_sync(True), and "
-    "set_requires_all_reduce(True) with HSDP, before the last of "
-    "num_gradients_to_accumulate passes."
+    "model.set_requires_gradient_sync(True), and set_requires_all_reduce(True) with "
+    "HSDP, before the last of num_gradients_to_accumulate passes."
 )
 
 

@@ -23,8 +23,7 @@ Preconditioner = Callable[[Tensor, Tensor], Tensor]
 
 NOT_REACHED = (
     "In run.backward(loss): no gradient has reached a parameter of the model. Compute "
-    "the loss from run.model(...), and give the "
-    "run the model that is to be trained."
+    "the loss from run.model(...), and give the run the model that is to be trained."
 )
 
 
@@ -74,7 +73,8 @@ class Sharding:
     """Whether torch's fused optimizers can step the tensors with a tensor as LR."""
 
     def __init__(self, optimizer: Optimizer, model: nn.Module | None) -> None:
-        self.optimizer, self.model = optimizer, model
+        self.optimizer = optimizer
+        self.model = model
         self.state = state_of(optimizer)
         self._reached = False
 

@@ -104,8 +104,8 @@ class SharedState:
     def check_precondition(self) -> None:
         raise ValueError(
             "precondition= needs the optimizer state of all parameters on every "
-            "worker, which OSS splits. Leave it out, or train "
-            "with DistributedDataParallel."
+            "worker, which OSS splits. Leave it out, or train with "
+            "DistributedDataParallel."
         )
 
     def listen(self, listener: ReducerListener) -> None:
@@ -129,6 +129,6 @@ class SharedState:
 
 def state_of(optimizer: Optimizer) -> WholeState | SharedState:
     """Return who has an optimizer's state. This is the only place that asks."""
-    return (
-        SharedState(optimizer) if isinstance(optimizer, OSS) else WholeState(optimizer)
-    )
+    if isinstance(optimizer, OSS):
+        return SharedState(optimizer)
+    return WholeState(optimizer)

@@ -41,7 +41,8 @@ from .state import SharedState
 # Reductions under way at a time: one on the network while the next bucket fills. A
 # GPU's stream would wait for the last one before it copies the next bucket, so it may
 # have three. Each has a buffer of a bucket's size, kept from step to step.
-_IN_FLIGHT, _IN_FLIGHT_ON_GPU = 1, 3
+_IN_FLIGHT = 1
+_IN_FLIGHT_ON_GPU = 3
 
 
 # ---- the model -----------------------------------------------------------------------
@@ -100,11 +101,10 @@ class ShardedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         optimizer = _sharded(sharded_optimizer)
-        sharded_over = (
-            dist.group.WORLD
-            if optimizer.group is None and dist.is_available()
-            else optimizer.group
-        )
+        if optimizer.group is None and dist.is_available():
+            sharded_over = dist.group.WORLD
+        else:
+            sharded_over = optimizer.group
         if process_group is not None and process_group is not sharded_over:
             raise ValueError(
                 "The process group must be that of the sharded optimizer: OSS(..., "
@@ -177,8 +177,7 @@ class ShardedDataParallel(nn.Module):
         except AttributeError as error:
             raise AttributeError(
                 f"{type(self).__name__!r} object has no attribute {name!r}, nor has "
-                "its module, of type "
-                f"{type(module).__name__!r}.",
+                f"its module, of type {type(module).__name__!r}.",
                 name=name,
                 obj=self,
             ) from error
@@ -243,7 +242,8 @@ class ShardedDataParallel(nn.Module):
         the last one outside, unless :meth:`reduce` was called. If all passes of a step
         are in this context, ``step()`` sends their gradients.
         """
-        before, self._reduction.syncing = self._reduction.syncing, False
+        before = self._reduction.syncing
+        self._reduction.syncing = False
         try:
             yield
         finally:
@@ -275,8 +275,8 @@ class ShardedDataParallel(nn.Module):
             if param.requires_grad and param not in self._reduction:
                 raise ValueError(
                     f"The parameter {name!r} is trainable and in no sharded optimizer, "
-                    "so its gradient would never be "
-                    "reduced. Give it to OSS (add_param_group), or freeze it."
+                    "so its gradient would never be reduced. Give it to OSS "
+                    "(add_param_group), or freeze it."
                 )
 
     def follow(self) -> None:
@@ -301,23 +301,23 @@ def _sharded(optimizer: Any) -> OSS:
             return _sharded(optimizer[0])
         raise ValueError(
             f"Invalid sharded_optimizer: a {type(optimizer).__name__} of "
-            f"{len(optimizer)}. Must be one. Give OSS several "
-            "parameter groups, OSS([{'params': ..., 'lr': ...}, ...], optim=...), or "
-            "make optimizers of several classes one: "
-            "OSS.wrap(OptimizerChain([...])). Several OSS work under torch's "
-            "DistributedDataParallel."
+            f"{len(optimizer)}. Must be one. Give OSS several parameter groups, "
+            "OSS([{'params': ..., 'lr': ...}, ...], optim=...), or make optimizers "
+            "of several classes one: OSS.wrap(OptimizerChain([...])). Several OSS work "
+            "under torch's DistributedDataParallel."
         )
     # AdaScale's, which this module does not import
     inner = getattr(optimizer, "wrapped", optimizer)
     if not isinstance(inner, OSS):
-        what = (
-            "none was given" if optimizer is None else f"got {type(optimizer).__name__}"
-        )
+        if optimizer is None:
+            what = "none was given"
+        else:
+            what = f"got {type(optimizer).__name__}"
         raise TypeError(
             "ShardedDataParallel(module, sharded_optimizer) needs the sharded "
-            f"optimizer of the module's parameters ({what}): "
-            "make it first, as in OSS(module.parameters(), optim=torch.optim.SGD, "
-            "lr=0.1), or OSS.wrap(optimizer)."
+            f"optimizer of the module's parameters ({what}): make it first, as in "
+            "OSS(module.parameters(), optim=torch.optim.SGD, lr=0.1), or "
+            "OSS.wrap(optimizer)."
         )
     return inner
 
@@ -423,11 +423,11 @@ class GradientStandIn(Tensor):
     ) -> Any:
         raise RuntimeError(
             "This gradient is sharded: after the last backward pass of a step each "
-            "worker has its own part of it. To clip, use "
-            "run.clip_grad_norm_() or run.clip_grad_value_() in place of torch's, or "
-            "AdaScaleConfig(grad_clip=...). To read or "
-            "change gradients in the loop, use AdaScaleConfig(sharding='oss') or "
-            "'none', which leave them whole on each worker."
+            "worker has its own part of it. To clip, use run.clip_grad_norm_() or "
+            "run.clip_grad_value_() in place of torch's, or "
+            "AdaScaleConfig(grad_clip=...). To read or change gradients in the loop, "
+            "use AdaScaleConfig(sharding='oss') or 'none', which leave them whole on "
+            "each worker."
         )
 
 
@@ -460,8 +460,10 @@ class GradientReduction:
 
     def __init__(self, optimizer: OSS, wire_dtype: torch.dtype | None) -> None:
         self.optimizer = optimizer
-        self.syncing, self.reductions = True, 0
-        self.state, self.used = State.EMPTY, False
+        self.syncing = True
+        self.reductions = 0
+        self.state = State.EMPTY
+        self.used = False
         self._wire_dtype = wire_dtype
         self._sending = True  # the running pass
         self.buckets: list[GradientBucket] = []
@@ -541,9 +543,8 @@ class GradientReduction:
             if bucket.launched:
                 raise RuntimeError(
                     "A parameter got a second gradient in one backward pass, after its "
-                    "first had been sent off. Reentrant "
-                    "activation checkpointing does that: use checkpoint(..., "
-                    "use_reentrant=False)."
+                    "first had been sent off. Reentrant activation checkpointing does "
+                    "that: use checkpoint(..., use_reentrant=False)."
                 )
             return
         bucket.arrived[index] = True
@@ -568,7 +569,9 @@ class GradientReduction:
             self.state = State.OVERTAKEN if self.reduced else State.EMPTY
             return False
         refuse_compiled()
-        self._before, self.state, self._sending = self.state, State.PASSING, sending
+        self._before = self.state
+        self.state = State.PASSING
+        self._sending = sending
         if observer is not None and (listener := observer.listener()) is not None:
             listener.on_begin(observer)
         self._open_buckets()
@@ -617,11 +620,10 @@ class GradientReduction:
 
     def _end_pass(self) -> None:
         self._advance(to_the_end=True)
-        self.state = (
-            State.OVERTAKEN
-            if self._before in (State.REDUCED, State.OVERTAKEN)
-            else State.EMPTY
-        )
+        if self._before in (State.REDUCED, State.OVERTAKEN):
+            self.state = State.OVERTAKEN
+        else:
+            self.state = State.EMPTY
         observer = self._bucket_observer()
         listener = None if observer is None else observer.listener()
         if observer is not None and listener is not None:
@@ -747,10 +749,9 @@ class GradientReduction:
         elif self.state is State.OVERTAKEN and self.unsent():
             raise RuntimeError(
                 "There are gradients of a backward pass under no_sync() after those "
-                "that were reduced, and the step would "
-                "leave them out. Call reduce() of the ShardedDataParallel before "
-                "clipping and step(), or make the step's "
-                "last pass outside no_sync()."
+                "that were reduced, and the step would leave them out. Call reduce() "
+                "of the ShardedDataParallel before clipping and step(), or make the "
+                "step's last pass outside no_sync()."
             )
 
     def reopen(self) -> None:
@@ -763,7 +764,8 @@ class GradientReduction:
         """Forget the gradients, reduced or not."""
         # Also after an exception in a pass, where autograd drops the callback that was
         # queued for the pass's end.
-        self.state, self.used = State.EMPTY, False
+        self.state = State.EMPTY
+        self.used = False
         self._in_flight.clear()
         self._forget_norms()  # of a pass that did not come to its end
         for bucket in self.buckets:
@@ -806,14 +808,10 @@ class _OwnedShards(GradientObserver):
 
     def gradients_left(self, params: Sequence[Tensor]) -> Iterator[Tensor]:
         reducer = self.reducer()
+        if reducer is None:
+            return iter(())
         return (
-            iter(())
-            if reducer is None
-            else (
-                f.tensor.grad
-                for f in reducer.own_fragments()
-                if f.tensor.grad is not None
-            )
+            f.tensor.grad for f in reducer.own_fragments() if f.tensor.grad is not None
         )
 
     @without_gradients
@@ -880,7 +878,8 @@ class BucketObserver(_OwnedShards):
         """(parameter group, norm) of the gradient sample so far."""
 
     def local_sq_norms(self) -> Tensor:
-        norms, self.norms = self.norms, []
+        norms = self.norms
+        self.norms = []
         return self._sums(norms)
 
     def add_bucket(self, bucket: GradientBucket, flat: Tensor) -> None:

@@ -72,8 +72,7 @@ def verdict(value: float | None, base: dict[str, Any], **run: Any) -> Verdict:
             0.9,
             {},
             Outcome.BETTER,
-            f"accuracy 0.9 is better than {THEIRS}, by 5 times the spread of its "
-            "seeds.",
+            f"accuracy 0.9 is better than {THEIRS}, by 5 times the spread of its seeds.",
         ),
         (
             0.7,
@@ -85,8 +84,7 @@ def verdict(value: float | None, base: dict[str, Any], **run: Any) -> Verdict:
             0.7,
             {"mode": "min"},
             Outcome.BETTER,
-            f"accuracy 0.7 is better than {THEIRS}, by 5 times the spread of its "
-            "seeds.",
+            f"accuracy 0.7 is better than {THEIRS}, by 5 times the spread of its seeds.",
         ),
         # seeds that don't differ
         (
@@ -114,9 +112,9 @@ def verdict(value: float | None, base: dict[str, Any], **run: Any) -> Verdict:
             {"spread": None, "seeds": 1, "search": "mine"},
             Outcome.UNKNOWN,
             "accuracy 0.75 is 0.05 worse than the base run's 0.8 (one seed). The "
-            "spread of seeds is unknown, so this may be chance. The same "
-            "`ray-adascale tune` with --name mine --repeats 2 --repeat-best 1 measures "
-            "it with two more base runs, of 1,200 steps each.",
+            "spread of seeds is unknown, so this may be chance. The same `ray-adascale "
+            "tune` with --name mine --repeats 2 --repeat-best 1 measures it with two "
+            "more base runs, of 1,200 steps each.",
         ),
         (
             0.8,
@@ -191,8 +189,8 @@ STEPS = "1 % of the steps clipped, 0 % skipped"
             [
                 "Epochs: 1.5 times the examples of the base run. Repeated examples "
                 "cost what a larger batch saves: compare with a base run of as many "
-                "examples (`ray-adascale train WORKLOAD --recipe FILE "
-                "--total-examples 14400`)."
+                "examples (`ray-adascale train WORKLOAD --recipe FILE --total-examples "
+                "14400`)."
             ],
             f"{STEPS}; efficiency 75 %",
         ),
