@@ -33,7 +33,7 @@ class RuleInput:
         group: Index of the parameter group, with ``gain`` that group's; None: the whole
             optimizer, for the clock.
         normalizes: Whether the group's optimizer divides by the size of its gradients
-            before they are averaged, see :func:`.betas.normalizing`. For the whole optimizer:
+            before they are averaged, see ``optim/betas.py``. For the whole optimizer:
             that of the first group.
     """
 

@@ -750,7 +750,7 @@ class Run:
         Collective, at a step boundary.
 
         Returns:
-            As :meth:`.Reporting.report`.
+            The folder of the checkpoint; None without one.
 
         Raises:
             RuntimeError: The model has a trainable parameter that no group has.
