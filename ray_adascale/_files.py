@@ -60,20 +60,24 @@ _BUCKETS = ("s3", "gs", "gcs")
 _HARMLESS = {
     "allow_bucket_creation",
     "allow_bucket_deletion",
+    "background_writes",
     "blob_storage_authority",
     "blob_storage_scheme",
     "buffer_size",
     "client_id",
+    "credential_kind",
     "default_block_size",
     "dfs_storage_authority",
     "dfs_storage_scheme",
     "enable_tls",
     "endpoint_override",
+    "kerb_ticket",
     "region",
     "replication",
     "retry_limit_seconds",
     "scheme",
     "tenant_id",
+    "user",
 }
 """Options in the query of a storage URI that are no secrets. Others may be."""
 
@@ -81,6 +85,27 @@ _HARMLESS = {
 def without_credentials(text: str) -> str:
     """Return a text with the credentials of its URIs left out."""
     return _URI.sub(_masked, text)
+
+
+_SECRET = re.compile(r"key|secret|token|passw|sig|sas|credential", re.IGNORECASE)
+"""Part of the names of options that are secrets."""
+
+
+def has_credentials(text: str) -> bool:
+    """Return whether a text has a URI with credentials: a user's, or an option that is
+    named like a secret.
+    """
+    for uri in _URI.finditer(text):
+        masked = _masked(uri)
+        if masked == uri[0]:
+            continue
+        before_query = masked.partition("?")[0]
+        if "***@" in before_query:
+            return True
+        options = re.findall(r"([^&#,;?=]+)=\*\*\*", masked.partition("?")[2])
+        if any(_SECRET.search(name) for name in options):
+            return True
+    return False
 
 
 def _masked(uri: re.Match[str]) -> str:
@@ -180,7 +205,7 @@ def join(folder: str, name: str) -> str:
             them.
     """
     if "://" not in folder:
-        return f"{folder}/{name}"
+        return f"{folder.rstrip('/')}/{name}"
     path, mark, query = folder.partition("?")
     return f"{path.rstrip('/')}/{quote(name, safe=_PLAIN_IN_URIS)}{mark}{query}"
 

@@ -180,8 +180,9 @@ class AdaScaleConfig:
             and Ray restarts all from the last checkpoint. Default: ten times the
             slowest of the last 20 steps, and at least 120; inf for never. Evaluations,
             checkpoints and a start's first step have no limit.
-        store_timeout_s: Seconds for which the upload of a checkpoint may stand still.
-            Then the worker fails, and Ray restarts all from the last checkpoint.
+        store_timeout_s: Seconds for which the upload of a checkpoint may stand still,
+            and which writing its files may take. A large file in a bucket shows no
+            progress until it is whole. Then the worker fails, and Ray restarts all from the last checkpoint.
         early_stop: End before T if the evaluations have not improved for a number of
             effective steps: an :class:`EarlyStop`. Default: run to T.
 
@@ -217,7 +218,7 @@ class AdaScaleConfig:
     accept_changes: bool = False
     report_every_s: float = field(default=10.0, metadata=by(positive()))
     step_timeout_s: float | None = field(default=None, metadata=_MAYBE_POSITIVE)
-    store_timeout_s: float = field(default=1800.0, metadata=by(positive()))
+    store_timeout_s: float = field(default=7200.0, metadata=by(positive()))
     early_stop: EarlyStop | None = field(default=None, metadata=_MAYBE_STOP)
 
     def __post_init__(self) -> None:

@@ -22,6 +22,7 @@ from ray_adascale._files import (
     check_storage,
     check_writable,
     fetched,
+    has_credentials,
     join,
     list_names,
     read_json,
@@ -321,3 +322,19 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: bytes, why: str) -> No
     file.write_bytes(content)
     with pytest.raises(ValueError, match=f"{file} is damaged: it is {why}"):
         read_json(str(file))
+
+
+@pytest.mark.parametrize(
+    ("text", "has"),
+    [
+        ("https://host/x.csv?download=1", False),
+        ("s3://bucket/runs?region=eu&credential_kind=default", False),
+        ("s3://name:pass/word@bucket/x", True),
+        ("abfs://c@account/x?sig=abc", True),
+        ("gs://b/x?access_token=abc", True),
+    ],
+)
+def test_an_option_of_a_uri_is_no_credential_by_being_unknown(
+    text: str, has: bool
+) -> None:
+    assert has_credentials(text) == has

@@ -16,6 +16,7 @@ sets forecasts from it beside the steps that were taken. The kept results are in
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -69,7 +70,7 @@ from ray_adascale import (
     UnscaledRule,
     Workload,
 )
-from ray_adascale.optim.rules import ScalingRule
+from ray_adascale.optim.rules import RuleInput, ScalingRule
 
 sys.path.append(str(Path(__file__).parents[1]))
 from bench import PAGES, by_hand, count, markdown
@@ -159,6 +160,14 @@ class GainAndBetas(AdaScaleRule):
 
 
 @dataclass(frozen=True)
+class RootGainAndBetas(GainAndBetas):
+    """(√r, r) and β^r for every optimizer, also for Lion."""
+
+    def __call__(self, now: RuleInput) -> tuple[float, float]:
+        return math.sqrt(now.gain), now.gain
+
+
+@dataclass(frozen=True)
 class PlainDecay(BetaRule):
     """β^r, with AdamW's decay as it is."""
 
@@ -194,6 +203,9 @@ def with_optimizer(
 _AUTO = Method(lambda steps: "auto", about="(√r, r), betas to the power r")
 _FIXED = Method(lambda steps: "adascale", about="(r, r)")
 _BETAS = Method(lambda steps: GainAndBetas(), about="(r, r), betas to the power r")
+
+
+_ROOT = Method(lambda steps: RootGainAndBetas(), about="(√r, r), betas to the power r")
 
 
 def paced(rule: Callable[..., ScalingRule], about: str) -> Method:
@@ -340,7 +352,7 @@ STUDIES = {
                 name: replace(case, lrs=tuple(lr / LIONS_PART for lr in case.lrs))
                 for name, case in SMALL.items()
             },
-            {"AdaScale": _FIXED, "β^r": _BETAS, "√r, β^r": _AUTO},
+            {"AdaScale": _FIXED, "β^r": _BETAS, "√r, β^r": _ROOT},
             "AdaScale",
             ((1, 5), *_LATER),
             with_optimizer=partial(with_optimizer, lion),
@@ -352,8 +364,8 @@ STUDIES = {
         f"decoupled weight decay {LIONS_PART * DECAY}. Against AdamW's grids the LRs "
         f"are {LIONS_PART} times smaller and the decay is {LIONS_PART} times larger, "
         "so that LR · decay is the same. Peak LR: the best of five, two seeds.",
-        '**AdaScale** is `rule="adascale"`, **β^r** is (r, r) and β^r, **√r, β^r** is '
-        "the default.",
+        '**AdaScale** is `rule="adascale"`, **β^r** is (r, r) and β^r, the default; '
+        "**√r, β^r** was tried with one seed.",
         PAGES / "lion.md",
         "benchmarks/studies/kept/lion.jsonl",
         {"seeds": 5, "scales": (1, 4, 16, 64)},

@@ -11,8 +11,7 @@ transfer; the correlation of both rankings shows how robust the choice is. Then 
 schedule runs with other seeds, scored on a test split:
 
     AdaScale       LR and clock by the gain r
-    AdaScale, m^√r AdaScale with the momentum m^√r in a step of gain r
-    AdaScale, m^r  the same with m^r
+    AdaScale, m^r  AdaScale with the momentum m^r in a step of gain r
     LSW            linear scaling with warm-up (5/90 of the run), T/S steps
     LSW+           LSW stretched to as many optimizer steps as AdaScale took with this seed
     √              the LR by √S, stretched to as many optimizer steps as AdaScale took with this seed
@@ -81,7 +80,6 @@ SGD = Comparison(
     cases=CASES,
     methods={
         "AdaScale": Method(lambda steps: "adascale"),
-        "AdaScale, m^√r": Method(lambda steps: AdaScaleMemoryRule()),
         "AdaScale, m^r": Method(lambda steps: AdaScaleMemoryRule(BetaRule(momentum=1))),
         "LSW": Method(lambda steps: LinearRule()),
         "LSW+": Method(lambda steps: LinearRule(steps=steps), given_steps=True),

@@ -275,7 +275,7 @@ def start_of(path: StrPath) -> int:
     """
     try:
         return int(Saved(path).state["attempt"])
-    except (CheckpointError, LookupError, TypeError, ValueError):
+    except (CheckpointError, OSError, LookupError, TypeError, ValueError):
         return -1
 
 

@@ -249,7 +249,7 @@ class BetaRule:
             new = {}
             if factors is not None and e != 1:
                 new = _changed(optimizer, group, factors, e)
-            if lr_factor != increment and group.get("decoupled_weight_decay"):
+            if lr_factor not in (0, increment) and group.get("decoupled_weight_decay"):
                 # lr · decay acts once for each effective step
                 new["weight_decay"] = group["weight_decay"] * increment / lr_factor
             changes.append(new)

@@ -146,7 +146,9 @@ def numbers_of_weights(
         return constant(0.0, device).expand(3)
     of_step = weights[: plan.passes]
     count = sum(w != 0 for w in of_step)
-    return torch.tensor([1.0, sum(of_step), count], dtype=torch.float64, device=device)
+    # Fills on the device: a copy from the host would wait for it.
+    total = torch.full((1,), sum(of_step), dtype=torch.float64, device=device)
+    return torch.cat([constant(1.0, device), total, constant(float(count), device)])
 
 
 _CONSTANTS: dict[tuple[float, torch.device, torch.dtype], Tensor] = {}

@@ -113,10 +113,12 @@ def alive_nodes() -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions in this process of what computes a run."""
+    """Return the versions in this process of what computes a run. A head without a GPU
+    may have another build of the same torch.
+    """
     return {
-        "Python": platform.python_version(),
-        "torch": torch.__version__,
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": torch.__version__.partition("+")[0],
         "Ray": ray.__version__,
         "ray_adascale": __version__,
     }

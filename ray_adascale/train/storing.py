@@ -78,6 +78,8 @@ def stored_within(
     """
     result: concurrent.futures.Future[Any] = concurrent.futures.Future()
     seen = _Seen(storing, filesystem)
+    telling = threading.Lock()
+    ended = False
 
     def run() -> None:
         try:
@@ -87,10 +89,14 @@ def stored_within(
 
     def look() -> None:
         while not concurrent.futures.wait([result], _LOOK_S).done:
-            # a storage that hangs, hangs here too: then there are no news
-            with contextlib.suppress(OSError):
+            # A storage that hangs, hangs here too: then there are no news. File systems
+            # of other libraries raise errors of their own.
+            with contextlib.suppress(Exception):
                 seen.look()
-            tell(seen.now)
+            with telling:
+                if ended:
+                    return
+                tell(seen.now)
 
     for target in (run, look):
         threading.Thread(
@@ -105,7 +111,9 @@ def stored_within(
                 )
         return result.result()
     finally:
-        tell(None)
+        with telling:
+            ended = True
+            tell(None)
 
 
 class _Seen:

@@ -158,7 +158,7 @@ def attach(
         base_batch_size=plan.base_batch_size,
     )
     schedule.plan = plan
-    _warn_of_no_gradient(adascale)
+    _warn_of_no_gradient(adascale.wrapped)
     if starting_step:
         adascale.effective_steps = starting_step
         schedule.step()
@@ -242,21 +242,24 @@ def _refuse_uncounted_passes(adascale: AdaScale, steps: int = 10) -> None:
     adascale.register_step_pre_hook(before)
 
 
-def _warn_of_no_gradient(adascale: AdaScale) -> None:
-    """Warn if the first step finds no gradient."""
-    first = iter([True])
+def _warn_of_no_gradient(wrapped: Optimizer) -> None:
+    """Warn if the first step of the wrapped optimizer finds no gradient.
 
-    def before(*_: object) -> None:
-        if next(first, False) and all(
-            p.grad is None for group in adascale.param_groups for p in group["params"]
-        ):
+    The hook goes with that step, and holds no reference to AdaScale: the optimizer is
+    the user's, and may be attached again.
+    """
+
+    def before(optimizer: Optimizer, *_: object) -> None:
+        handle.remove()
+        groups = optimizer.param_groups
+        if all(p.grad is None for group in groups for p in group["params"]):
             warn_at_user(
                 "The first step() finds no gradient. Compute the loss from the model "
                 "that attach() was given."
             )
 
     # of the inner optimizer: after a closure, in which Lightning makes the pass
-    adascale.wrapped.register_step_pre_hook(before)
+    handle = wrapped.register_step_pre_hook(before)
 
 
 def _check_model(model: nn.Module) -> None:

@@ -257,7 +257,7 @@ class LocalBackend(Backend):
         with contextlib.ExitStack() as written:
             if self.folder is not None:
                 path = self.folder / token.name
-                written.callback(path.unlink, missing_ok=True)
+                written.callback(_remove, path)
                 with contextlib.suppress(OSError):  # rank 0 does not find it
                     path.touch()
             dist.all_gather_object(tokens, token)
@@ -340,7 +340,8 @@ class LocalBackend(Backend):
         of_later_starts = [
             path for path in own[place + 1 :] if checkpoint.start_of(path) > start
         ]
-        until_newest = [*own[: place + 1], *of_later_starts]
+        before = [path for path in own[:place] if path.name < newest.name]
+        until_newest = [*before, newest, *of_later_starts]
         kept = list(filter(checkpoint.is_sealed, until_newest))[-self.keep :]
         for old in own:
             if old not in kept and not old.is_symlink():
@@ -367,13 +368,21 @@ class _Token(NamedTuple):
         return f".ray_adascale-{self.host}-{self.rank}.token"
 
 
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
 def _not_found(folder: Path | None, tokens: Sequence[_Token]) -> list[_Token]:
     """Return the tokens that are not in a folder. What NFS has cached may be some
     seconds old.
     """
     waited = 0.0
     while True:
-        names = [] if folder is None else os.listdir(folder)
+        names: list[str] = []
+        if folder is not None:
+            with contextlib.suppress(OSError):  # the others wait for this answer
+                names = os.listdir(folder)
         # None on all workers keeps no checkpoints
         missing = [
             token

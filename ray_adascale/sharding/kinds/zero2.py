@@ -362,12 +362,18 @@ class Zero2(Sharding):
 
     def begin_pass(self, *, last: bool) -> None:
         self._reduction.syncing = last
+        self._hook_last()
 
-    def check_last_pass(self) -> None:
-        # hooks that the loop has registered since find and may change the gradients
+    def _hook_last(self) -> None:
+        """Let hooks that the loop has registered since find the gradients first, which
+        they may change.
+        """
         if self._hooks_made != RemovableHandle.next_id:
             self._reduction.hook_last()
             self._hooks_made = RemovableHandle.next_id
+
+    def check_last_pass(self) -> None:
+        self._hook_last()
         # as its forward pass does, which the loop need not call
         cast(ShardedDataParallel, self.model).follow()
 

@@ -496,3 +496,16 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
             match=rf"Invalid device='{asked}': torch finds no CUDA device .* Use 'cpu'",
         ):
             LocalBackend(device=asked)
+
+
+def test_a_damaged_checkpoint_of_a_later_step_takes_no_place_of_a_whole_one(
+    tmp_path: Path,
+) -> None:
+    """A start that went on from an earlier step, since the newest one was damaged."""
+    for start, step in ((0, 100), (0, 200), (1, 150)):
+        folder = tmp_path / f"checkpoint_{step:010d}"
+        state = {"attempt": start, "iterations": step}
+        checkpoint.save(folder, {"x": torch.ones(1)}, state)
+    LocalBackend(tmp_path, keep=2).report(outcome(), tmp_path / "checkpoint_0000000150")
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["checkpoint_0000000100", "checkpoint_0000000150"]
