@@ -206,6 +206,7 @@ class Passes:
         assert batch is not None
         if self.users_model.changed:
             self.users_model.check()
+        self._sharding.begin_backward()
         if batch.is_last:
             self._sharding.check_last_pass()
         factor = loss_factor(batch, plan)

@@ -108,7 +108,7 @@ def check_optimizer(optimizer: Optimizer, world_size: int) -> None:
     """
     if not hasattr(optimizer, "param_groups"):
         raise ValueError(
-            f"Invalid optimizer of type {type(optimizer).__name__}. Must be one "
+            f"OSS can't shard an object of type {type(optimizer).__name__}. Give it a "
             "torch.optim.Optimizer. Several become one by "
             "ray_adascale.OptimizerChain([Muon(matrices, ...), AdamW(the_rest, ...)])."
         )

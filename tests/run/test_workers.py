@@ -532,6 +532,31 @@ def test_hooks_that_are_registered_on_a_sharded_model_change_its_gradients(
         torch.testing.assert_close(found, by_tensor_hooks)
 
 
+def _gradients_of_late_hooks() -> list[bool]:
+    """Whether a hook that is registered in the first of two passes has a gradient, in
+    each of its calls.
+    """
+    found: list[bool] = []
+    run = make_run(Net(), sharding="zero2", total_steps=6, accumulation=2)
+    for i, (x, y) in enumerate(run):
+        if i == 0:
+            for p in run.module.first.parameters():
+                p.register_post_accumulate_grad_hook(
+                    lambda p: found.append(p.grad is not None)
+                )
+        run.backward(both(run, x, y))
+        run.step()
+    return found
+
+
+def test_a_hook_that_is_registered_in_a_first_pass_finds_its_gradient(
+    pool: Any,
+) -> None:
+    for found in pool(2).run(_gradients_of_late_hooks):
+        assert len(found) > 4
+        assert all(found)
+
+
 # ---- workers that build different runs -----------------------------------------------
 
 

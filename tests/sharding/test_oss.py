@@ -345,7 +345,7 @@ def test_refuses_to_shard_twice() -> None:
 
 @pytest.mark.parametrize("given", [[], None, nn.Linear(2, 2)], ids=type)
 def test_refuses_what_is_not_one_optimizer(given: Any) -> None:
-    with pytest.raises(ValueError, match=r"Must be one torch\.optim\.Optimizer"):
+    with pytest.raises(ValueError, match=r"Give it a torch\.optim\.Optimizer"):
         OSS.wrap(given)
 
 

@@ -345,7 +345,7 @@ def test_more_workers_than_fit_are_refused_or_waited_for(
     threading.Thread(target=interrupt, daemon=True).start()
     began = time.monotonic()
     with pytest.raises(
-        KeyboardInterrupt, match="ended at once; it has no checkpoint yet"
+        KeyboardInterrupt, match="ended at once; it has no whole checkpoint"
     ):
         run.fit()
     assert time.monotonic() - began < 60

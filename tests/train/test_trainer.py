@@ -310,6 +310,7 @@ def workload(config):
         loss_fn=loss_fn,
         evaluate=lambda model: {"error": next(errors)},
         metric="error",
+        mode="min",
     )
 """
 

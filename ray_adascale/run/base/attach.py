@@ -245,12 +245,14 @@ def _refuse_uncounted_passes(adascale: AdaScale, steps: int = 10) -> None:
 def _warn_of_no_gradient(wrapped: Optimizer) -> None:
     """Warn if the first step of the wrapped optimizer finds no gradient.
 
-    The hook goes with that step, and holds no reference to AdaScale: the optimizer is
-    the user's, and may be attached again.
+    The hook holds no reference to AdaScale: the optimizer is the user's, and may be
+    attached again.
     """
+    first = iter([True])
 
     def before(optimizer: Optimizer, *_: object) -> None:
-        handle.remove()
+        if not next(first, False):
+            return
         groups = optimizer.param_groups
         if all(p.grad is None for group in groups for p in group["params"]):
             warn_at_user(
@@ -259,7 +261,7 @@ def _warn_of_no_gradient(wrapped: Optimizer) -> None:
             )
 
     # of the inner optimizer: after a closure, in which Lightning makes the pass
-    handle = wrapped.register_step_pre_hook(before)
+    wrapped.register_step_pre_hook(before)
 
 
 def _check_model(model: nn.Module) -> None:

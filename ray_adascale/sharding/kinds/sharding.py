@@ -143,6 +143,9 @@ class Sharding:
         gradients.
         """
 
+    def begin_backward(self) -> None:
+        """Called before each backward pass, after its forward pass."""
+
     def check_last_pass(self) -> None:
         """Check, before the step's last backward pass, that it will reduce the
         gradients of all trainable parameters.

@@ -362,18 +362,14 @@ class Zero2(Sharding):
 
     def begin_pass(self, *, last: bool) -> None:
         self._reduction.syncing = last
-        self._hook_last()
 
-    def _hook_last(self) -> None:
-        """Let hooks that the loop has registered since find the gradients first, which
-        they may change.
-        """
+    def begin_backward(self) -> None:
+        # hooks that the loop has registered since find and may change the gradients
         if self._hooks_made != RemovableHandle.next_id:
             self._reduction.hook_last()
             self._hooks_made = RemovableHandle.next_id
 
     def check_last_pass(self) -> None:
-        self._hook_last()
         # as its forward pass does, which the loop need not call
         cast(ShardedDataParallel, self.model).follow()
 

@@ -5,7 +5,9 @@ can't be right with.
 from __future__ import annotations
 
 import copy
+import gc
 import logging
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -518,6 +520,16 @@ def test_a_loop_whose_loss_is_of_another_model_is_told() -> None:
     ):
         adascale.step()
     adascale.step()  # once
+
+
+def test_an_optimizer_that_is_attached_again_keeps_no_former_wrapper() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    config = AdaScaleConfig(base_batch_size=2, total_steps=8)
+    former = weakref.ref(attach(model, optimizer, None, config)[0])
+    gc.collect()
+    assert former() is None
+    assert attach(model, optimizer, None, config)[0].wrapped is optimizer
 
 
 def test_a_pass_within_a_closure_is_no_step_without_a_gradient() -> None:
