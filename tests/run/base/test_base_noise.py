@@ -131,6 +131,7 @@ def test_the_extra_passes_of_a_short_run_are_a_share_of_it_and_at_least_those_of
         assert max(steps) >= 0.8 * total_steps
 
 
+@pytest.mark.filterwarnings("ignore:The workload calls torch.manual_seed")
 def test_a_measurement_is_of_the_step_and_the_three_batches_after_it_at_the_weights_of_the_step() -> (
     None
 ):
