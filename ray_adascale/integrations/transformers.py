@@ -141,9 +141,11 @@ class AdaScaleMixin(_Base):
             ),
             dataset=self.train_dataset,
         )
-        precision = (
-            "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else config.precision
-        )
+        precision = config.precision
+        if self.args.bf16:
+            precision = "bf16"
+        elif self.args.fp16:
+            precision = "fp16"
         clip = self.args.max_grad_norm or math.inf
         config = replace(
             config, precision=precision, grad_clip=config.grad_clip or clip

@@ -247,7 +247,8 @@ class CurrentStep:
         """Notice passes that nobody tells of also where there is no observer."""
         for handle in self._notice:
             handle.remove()
-        self._notice, ref = (), weakref.ref(self)
+        self._notice = ()
+        ref = weakref.ref(self)
 
         def notice(param: Tensor) -> None:
             current = ref()
@@ -273,7 +274,8 @@ class CurrentStep:
             return
         self._detach()
         if needed:
-            self._wanted, self.observer = wanted, self.sharding.observe(self, wanted)
+            self._wanted = wanted
+            self.observer = self.sharding.observe(self, wanted)
             self.observer.measure(False)
         self._notice_foreign()
 
