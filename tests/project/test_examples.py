@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from ray_adascale import Recipe
+
 from ..pool import RESTARTED
 
 pytestmark = pytest.mark.docs
