@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
 TRACE = "trace"
@@ -35,10 +35,19 @@ OPTIONS = "options.txt"
 SEARCH = "search.json"
 """The description of a search, in its folder."""
 
+CACHED_S = 10.0
+"""Seconds for which a machine may not see what another has written: network file
+systems cache names and sizes.
+"""
+_LOOK_AGAIN_S = 0.5
+"""Seconds between two looks for it."""
+
 STORE_LIMIT_S = 600.0
 """Seconds for which a failed write of a checkpoint to storage is tried again."""
 _STORE_PAUSE_S = 30.0
 """Longest time between two such tries."""
+
+_Missing = TypeVar("_Missing")
 
 _SCRATCH = "ray_adascale-scratch-"
 _SCRATCH_LOCK = ".lock"
@@ -363,6 +372,20 @@ def store_patiently(
             time.sleep(pause)
             waited += pause
             pause = min(2 * pause, _STORE_PAUSE_S)
+
+
+def still_missing(look: Callable[[], _Missing]) -> _Missing:
+    """Return what of another machine's files is missing, after some more looks.
+
+    Args:
+        look: Returns what is missing now; an empty value or None for nothing.
+    """
+    until = time.monotonic() + CACHED_S
+    while True:
+        missing = look()
+        if not missing or time.monotonic() >= until:
+            return missing
+        time.sleep(_LOOK_AGAIN_S)
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:

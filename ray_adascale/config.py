@@ -180,9 +180,10 @@ class AdaScaleConfig:
             and Ray restarts all from the last checkpoint. Default: ten times the
             slowest of the last 20 steps, and at least 120; inf for never. Evaluations,
             checkpoints and a start's first step have no limit.
-        store_timeout_s: Seconds for which the upload of a checkpoint may stand still,
-            and which writing its files may take. A large file in a bucket shows no
-            progress until it is whole. Then the worker fails, and Ray restarts all from the last checkpoint.
+        store_timeout_s: Seconds without a new byte after which a worker gives up
+            writing or uploading a checkpoint. Then it fails, and Ray restarts all
+            workers from the last checkpoint. A bucket shows a file once it is whole, so
+            allow more than the upload of the largest file takes.
         early_stop: End before T if the evaluations have not improved for a number of
             effective steps: an :class:`EarlyStop`. Default: run to T.
 

@@ -181,6 +181,11 @@ class Save:
         self._planner.thaw()  # frees the copy's memory
 
     @property
+    def written_bytes(self) -> int:
+        """Bytes of this rank's files that are written so far."""
+        return self._writer.fs.written_bytes
+
+    @property
     def running(self) -> bool:
         """Whether this rank is still writing."""
         return self._thread is not None and self._thread.is_alive()
@@ -190,21 +195,21 @@ class Save:
         if self._thread is not None:
             self._thread.join(seconds)
 
-    def finish(self, *, wait: bool = True) -> None:
-        """Complete the checkpoint with a manifest. Collective.
+    def finish(self, given_up: str | None = None) -> None:
+        """Complete the checkpoint with a manifest, once this rank's files are written.
+        Collective.
 
         Args:
-            wait: Wait for this rank's files. Else it is an error if they are not
-                written yet.
+            given_up: Why this rank does not wait for its files any longer.
 
         Raises:
             CheckpointError: A rank could not write, so no manifest exists. Every rank
                 raises it.
         """
-        if self._thread is not None and wait:
+        if given_up is not None:
+            self._error = CheckpointError(given_up)
+        elif self._thread is not None:
             self._thread.join()
-        elif self.running:
-            self._error = CheckpointError("its files are not written in time.")
 
         def mine() -> list[Any]:
             if self._error is not None:
@@ -284,15 +289,22 @@ def in_run(directory: StrPath) -> list[Path]:
     first: by start, then by step.
 
     Names may be times, of machines whose clocks differ. A checkpoint without a readable
-    step is placed by its name. Folders of other files do not count.
+    step is placed by its name. Folders of other files do not count, nor does one that
+    another process deletes meanwhile.
     """
     found: list[tuple[tuple[int, int], Path]] = []
     for path in sorted(Path(directory).glob("checkpoint_*")):
-        if path.is_dir() and disk.looks_like_checkpoint(os.listdir(path)):
+        try:
+            names = os.listdir(path)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError:
+            names = []  # can't be read: who loads it gets the reason
+        if disk.looks_like_checkpoint(names):
             try:
                 state = Saved(path).state
                 order = int(state.get("attempt", 0)), int(state["iterations"])
-            except (CheckpointError, LookupError, TypeError, ValueError):
+            except (CheckpointError, OSError, LookupError, TypeError, ValueError):
                 order = max((order for order, _ in found), default=(-1, -1))
             found.append((order, path))
     return [path for _, path in sorted(found, key=lambda item: item[0])]

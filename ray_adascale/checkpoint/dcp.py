@@ -24,7 +24,7 @@ import json
 import math
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -46,6 +46,7 @@ from torch.distributed.checkpoint.planner_helpers import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from .._files import still_missing
 from . import files as disk
 from .files import CheckpointError, FileDigest, TensorShard
 
@@ -205,13 +206,22 @@ def _done(value: Any) -> Future[Any]:
     return future
 
 
+_PIECE = 1 << 24
+"""Bytes that are written at a time, so that a slow disk shows progress."""
+
+
 class _HashingStream:
     """A file to append to, with the digest and size of its content. It cannot seek,
     so the digest covers the whole file.
+
+    Args:
+        file: The file.
+        wrote: Called with the number of bytes after each piece.
     """
 
-    def __init__(self, file: Any) -> None:
+    def __init__(self, file: Any, wrote: Callable[[int], None]) -> None:
         self._file = file
+        self._wrote = wrote
         self._sha256 = hashlib.sha256()
         self._size = 0
         self.flush = file.flush
@@ -219,10 +229,14 @@ class _HashingStream:
         self.fileno = file.fileno
 
     def write(self, data: Any) -> int:
-        self._sha256.update(data)
-        written = int(self._file.write(data))
-        self._size += written
-        return written
+        whole = memoryview(data).cast("B")
+        for start in range(0, len(whole), _PIECE):
+            piece = whole[start : start + _PIECE]
+            self._sha256.update(piece)
+            self._file.write(piece)  # all of it: the file is buffered
+            self._wrote(len(piece))
+        self._size += len(whole)
+        return len(whole)
 
     def close(self) -> None:
         if not self._file.closed:
@@ -237,14 +251,18 @@ class _HashingStream:
 class _HashingFileSystem(FileSystem):
     def __init__(self) -> None:
         self.written: list[FileDigest] = []
+        self.written_bytes = 0
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         with super().create_stream(path, mode) as file:
-            stream = _HashingStream(file)
+            stream = _HashingStream(file, self._count)
             yield stream
             stream.close()
         self.written.append(stream.digest(Path(path).name))
+
+    def _count(self, count: int) -> None:
+        self.written_bytes += count
 
 
 class Writer(FileSystemWriter):
@@ -308,16 +326,25 @@ class Writer(FileSystemWriter):
         Raises:
             CheckpointError: A file is missing or has another size.
         """
-        for rank, written in enumerate(results):
-            for result in written:
-                if isinstance(result.storage_data, FileDigest):
-                    try:
-                        disk.check_size(self._directory, result.storage_data)
-                    except CheckpointError as e:
-                        raise CheckpointError(
-                            f"{e} Rank {rank} has written it: the folder is not shared "
-                            "by all machines, or was changed meanwhile."
-                        ) from e
+
+        def look() -> str | None:
+            with contextlib.suppress(OSError):
+                os.listdir(self._directory)  # renews what NFS has cached of it
+            for rank, written in enumerate(results):
+                for result in written:
+                    if isinstance(result.storage_data, FileDigest):
+                        try:
+                            disk.check_size(self._directory, result.storage_data)
+                        except CheckpointError as e:
+                            return f"{e} Rank {rank} has written it"
+            return None
+
+        missing = still_missing(look)
+        if missing is not None:
+            raise CheckpointError(
+                f"{missing}: the folder is not shared by all machines, or was changed "
+                "meanwhile."
+            )
 
     def finish(self, metadata: meta.Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index and then the manifest. Called on rank 0, once every rank

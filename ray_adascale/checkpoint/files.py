@@ -250,7 +250,9 @@ def check_size(directory: Path, expected: FileDigest) -> None:
     """
     path = directory / expected.name
     try:
-        size = path.stat().st_size
+        # An open file has the size on its server; NFS may have cached the name's.
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
     except OSError as e:
         raise CheckpointError(f"{path} is missing or cannot be read: {e}") from e
     if size != expected.size:

@@ -282,6 +282,7 @@ def _loop_of(given: Given, data: RunData, training: Training) -> RunParts:
     if inputs.weight_of is not None:
         unit_weights = UnitWeights(inputs.weight_of, plan.workers, cpu_group)
     backend.store_timeout_s = config.store_timeout_s
+    backend.attempt = train_state.loop.attempt
     # Built last, because their intervals begin now.
     checkpointing = Checkpointing(
         backend,

@@ -11,7 +11,6 @@ import re
 import shutil
 import socket
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
@@ -26,29 +25,32 @@ import torch.distributed as dist
 
 from .. import checkpoint
 from .._errors import SettingError
-from .._files import TRACE, full_disk_note, list_names, scratch_folder, store_patiently
+from .._files import (
+    TRACE,
+    full_disk_note,
+    list_names,
+    scratch_folder,
+    still_missing,
+    store_patiently,
+)
 from .._warn import warn_at_user
 from ..checkpoint.files import MANIFEST, STATE, TENSORS, NotPermitted, is_own_file
 from ..run.boundary.backend import Backend, ReportPolicy
+from ..run.boundary.checkpointing import Storing
 from ..run.boundary.stage import StepReport
 from ..run.observe.eta import EtaTracker
 from ..run.observe.pulse import Pulse
 from ..run.observe.step import Listener
 from .driver_channel import DriverClient
 from .ray_record import sealed_checkpoints
-from .run_lock import LOCK
-from .storing import Storing, stored_within
+from .run_lock import LOCK, owner_of_lock
+from .storing import stored_within
 from .worker_reports import Heartbeat, LiveMetrics
 
 _log = logging.getLogger(__name__)
 
 _RAYS_NAME = re.compile(r"checkpoint_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d\.\d{6}")
 """The name of a checkpoint's folder in a Ray run: the time."""
-_LOOKS = 20
-_LOOK_AGAIN_S = 0.5
-"""How often a worker looks for the driver's files, which NFS may have cached, and
-seconds between two looks.
-"""
 _PREEMPTION_POLL_S = 5.0
 """A poll is a barrier of 3 to 4 ms: below a thousandth of the time. Notices come 30
 s or more ahead.
@@ -101,18 +103,25 @@ class RayTrainBackend(Backend):
         # the end of a run stores it, and a thread with a checkpoint
         self._storing_trace = threading.Lock()
 
-    def check_shared(self) -> None:
+    def check_shared(self, owner: str) -> None:
         """Check that this worker sees the driver's lock in the run's folder.
+
+        Args:
+            owner: The driver's name in its lock. An earlier driver may have left a lock
+                on a disk of this node.
 
         Raises:
             ValueError: It does not, so the storage path is not shared.
         """
         folder = self._storage.experiment_fs_path
         filesystem = self._storage.storage_filesystem
-        for _ in range(_LOOKS):
-            if LOCK in list_names(folder, filesystem):
-                return
-            time.sleep(_LOOK_AGAIN_S)
+
+        def look() -> bool:
+            there = LOCK in list_names(folder, filesystem)
+            return not there or owner_of_lock(folder, filesystem) != owner
+
+        if not still_missing(look):
+            return
         raise SettingError(
             f"Invalid {{}}: node {ray.util.get_node_ip_address()} "
             f"({socket.gethostname()}) does not see the driver's files in {folder}. "

@@ -4,6 +4,7 @@ build on a worker.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import socket
@@ -153,16 +154,31 @@ class NodeOfWorker(NamedTuple):
 @contextmanager
 def naming_the_node() -> Iterator[None]:
     """Return a context on a worker that adds the node to an exception, if the cluster
-    has several. See :func:`node_of`.
+    has several as the worker begins. See :func:`node_of`.
+
+    Ray is asked as it begins: once a run fails, the head may be gone.
     """
+    node = _node_among_several()
     try:
         yield
     except Exception as error:
+        if node is not None:
+            # an exception may take no attributes
+            with contextlib.suppress(Exception):
+                setattr(error, _NODE, node)
+        raise
+
+
+def _node_among_several() -> NodeOfWorker | None:
+    """Return this worker's node; None if it is unknown, or the only one."""
+    try:
         nodes = alive_nodes()
         node = ray.get_runtime_context().get_node_id()
-        if len(nodes) > 1 and node in nodes:
-            setattr(error, _NODE, NodeOfWorker(node, nodes[node]))
-        raise
+    except Exception:  # the node is for messages only
+        return None
+    if len(nodes) > 1 and node in nodes:
+        return NodeOfWorker(node, nodes[node])
+    return None
 
 
 def node_of(error: BaseException) -> NodeOfWorker | None:

@@ -20,9 +20,9 @@ import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .._files import without_credentials
+from ..run.boundary.checkpointing import Storing
 from ..run.observe.failure import is_users
 from .hangs import Beat, Beats, Hang
-from .storing import Storing
 
 _MOST_EVENTS = 1_000
 """Largest number of events that wait for the driver."""

@@ -56,6 +56,7 @@ class RunLock:
         filesystem: The storage, if the folder is a path within one.
 
     Attributes:
+        owner: This process's name in the lock's file.
         lost: Who has taken the lock over while this process did not write, such as
             after the suspension of a machine; None while this process has the lock.
             From then on this process must not write.
@@ -72,8 +73,9 @@ class RunLock:
         self._name = name
         self._folder = folder if filesystem is not None else absolute(folder)
         self._filesystem: Any = filesystem
+        self.owner = uuid.uuid4().hex
         self._owner = {
-            "owner": uuid.uuid4().hex,
+            "owner": self.owner,
             "host": socket.gethostname(),
             "process": os.getpid(),
             "machine": _machine(),
@@ -192,7 +194,7 @@ class RunLock:
             opened.write(content.encode())
 
     def _is_own(self, text: str | None) -> bool:
-        return _parsed(text).get("owner") == self._owner["owner"]
+        return _parsed(text).get("owner") == self.owner
 
     def _beat(self) -> None:
         while not self._ended.wait(_BEAT_S):
@@ -200,7 +202,7 @@ class RunLock:
             # library has errors of its own.
             with contextlib.suppress(Exception):
                 text = self._read()
-                if _parsed(text).get("owner") not in (None, self._owner["owner"]):
+                if _parsed(text).get("owner") not in (None, self.owner):
                     self.lost = _words(text).rstrip(",")
                     _log.error(
                         "Run %r: %s has the lock and writes to %s now.",
@@ -210,6 +212,16 @@ class RunLock:
                     )
                     return
                 self._write()
+
+
+def owner_of_lock(folder: str, filesystem: pyarrow.fs.FileSystem) -> str | None:
+    """Return the owner in the lock's file of a folder; None without a whole file."""
+    try:
+        text = read_text(f"{folder}/{LOCK}", filesystem)
+    except ValueError:  # it is being written
+        return None
+    owner = _parsed(text).get("owner")
+    return None if owner is None else str(owner)
 
 
 def _parsed(text: str | None) -> dict[str, Any]:

@@ -9,52 +9,16 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pyarrow.fs
 
 from ..checkpoint import CheckpointError
+from ..run.boundary.checkpointing import Storing
 
 _LOOK_S = 5.0
 """Seconds between two looks at what is stored."""
-
-
-@dataclass(frozen=True)
-class Storing:
-    """One worker's share of a checkpoint that is being stored.
-
-    Attributes:
-        rank: The worker's number.
-        step: Optimizer steps in the checkpoint.
-        place: Where it is stored.
-        stored: Bytes that are there, of all workers; 0 also where the storage shows a
-            file once it is whole.
-        seconds: Seconds so far.
-        still_s: Seconds since bytes were last added.
-    """
-
-    rank: int
-    step: int
-    place: str
-    stored: int = 0
-    seconds: float = 0.0
-    still_s: float = 0.0
-
-    def after(self, seconds: float) -> Storing:
-        """Return what is known some seconds later, without news."""
-        return replace(
-            self, seconds=self.seconds + seconds, still_s=self.still_s + seconds
-        )
-
-    def description(self) -> str:
-        """Return the storing as the beginning of a sentence."""
-        still = f", none in the last {self.still_s:.0f} s" if self.still_s > 10 else ""
-        return (
-            f"Worker {self.rank} has been storing the checkpoint of optimizer step "
-            f"{self.step:,} in {self.place} for {self.seconds:.0f} s: "
-            f"{self.stored / 1e6:,.1f} MB are there{still}"
-        )
 
 
 def stored_within(
@@ -105,10 +69,7 @@ def stored_within(
     try:
         while not concurrent.futures.wait([result], min(1.0, limit_s / 4)).done:
             if seen.now.still_s >= limit_s:
-                raise CheckpointError(
-                    f"{seen.now.description()}. It is given up after "
-                    f"AdaScaleConfig(store_timeout_s={limit_s:g}) without progress."
-                )
+                raise CheckpointError(seen.now.given_up(limit_s))
         return result.result()
     finally:
         with telling:

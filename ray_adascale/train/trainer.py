@@ -132,7 +132,7 @@ def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
         )
         stack.enter_context(naming_the_node())
         check_versions(job["versions"])
-        backend.check_shared()
+        backend.check_shared(job["owner"])
         workload = build_on_worker(
             job["workload"], job["hyperparameters"], config, backend.rank, job["recipe"]
         )
@@ -363,6 +363,7 @@ class AdaScaleTrainer(TorchTrainer):
         ) as lock:
             channel = make_channel()
             self._job["channel"] = self._torch_config.channel = channel
+            self._job["owner"] = lock.owner
             self._monitor = DriverMonitor(channel, needs, lock, self._on_start)
             try:
                 with self._display(), self._monitor:

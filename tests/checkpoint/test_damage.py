@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from ray_adascale import checkpoint
-from ray_adascale.checkpoint import CheckpointError
+from ray_adascale.checkpoint import CheckpointError, files
 
 from .folders import corrupt, read_all, reseal
 
@@ -39,7 +40,7 @@ FILES = ["__0_0.distcp", "state.json", "tensors.json"]
         (lambda path: path.unlink(), "is missing"),
         (
             lambda path: (path.unlink(), path.mkdir()),
-            "bytes; the manifest says|cannot be read",
+            "is missing or cannot be read",
         ),
     ],
     ids=["flipped-bit", "truncated", "longer", "gone", "a-folder"],
@@ -324,3 +325,30 @@ def test_of_a_runs_folder_the_weights_are_those_of_the_newest_usable_checkpoint(
         checkpoint.load_weights(tmp_path)
     with pytest.raises(CheckpointError, match=r"manifest\.json"):
         checkpoint.load_weights(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("moment", ["listed", "read", "unreadable"])
+def test_a_search_for_checkpoints_beside_a_deletion_finds_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Another start deletes its oldest one."""
+    oldest, newer = _of_a_run(tmp_path, {"checkpoint_1": 1, "checkpoint_2": 2})
+    real_list, real_check = os.listdir, files.check_file
+
+    def list_names(path: Any) -> list[str]:
+        if path == oldest and moment == "listed":
+            shutil.rmtree(oldest)
+        if path == oldest and moment == "unreadable":
+            raise OSError(5, "Input/output error", str(path))
+        return real_list(path)
+
+    def check_file(directory: Path, expected: Any) -> None:
+        real_check(directory, expected)
+        if directory == oldest and moment == "read":
+            shutil.rmtree(oldest)
+
+    monkeypatch.setattr(os, "listdir", list_names)
+    monkeypatch.setattr(files, "check_file", check_file)
+    found = checkpoint.in_run(tmp_path)
+    assert newer in found
+    assert (oldest in found) == (moment != "listed")

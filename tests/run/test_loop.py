@@ -683,6 +683,25 @@ def test_checkpoints_have_the_number_of_the_start_that_wrote_them(
     assert [row["attempt"] for row in read_trace(tmp_path)] == [1] * 4 + [3] * 2
 
 
+def test_a_late_start_ends_where_a_later_one_has_a_checkpoint_of_its_step(
+    tmp_path: Path,
+) -> None:
+    late, later = (
+        make_run(model(), backend=LocalBackend(tmp_path, device="cpu"))
+        for _ in range(2)
+    )
+    for run in (later, late):
+        drive(run, stop_after=3)
+    later.save_checkpoint()
+    with pytest.raises(
+        checkpoint.CheckpointError,
+        match="of start 1 of the run, and this process is start 0",
+    ):
+        late.save_checkpoint()
+    (kept,) = checkpoint.in_run(tmp_path)
+    assert checkpoint.start_of(kept) == 1
+
+
 def test_a_trace_is_thinned_over_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ taken.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -19,7 +20,7 @@ import pytest
 import ray.train
 import torch
 
-from ray_adascale import checkpoint, read_trace
+from ray_adascale import _files, checkpoint, read_trace
 from ray_adascale.checkpoint import CheckpointError
 from ray_adascale.checkpoint.files import NotPermitted
 from ray_adascale.run.boundary import stage
@@ -551,7 +552,7 @@ def test_a_storage_path_that_this_node_does_not_share_is_refused_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not at the first checkpoint, with a restart for each try."""
-    monkeypatch.setattr(worker, "_LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(_files, "CACHED_S", 0.0)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.7")
     backend = object.__new__(worker.RayTrainBackend)
     backend._storage = SimpleNamespace(
@@ -563,7 +564,13 @@ def test_a_storage_path_that_this_node_does_not_share_is_refused_at_the_start(
         match=r"Invalid RunConfig\(storage_path='.*/runs'\): node 10\.0\.0\.7 .* does "
         "not see the driver's files in .*/runs/x. Name a folder that all nodes share",
     ):
-        backend.check_shared()
+        backend.check_shared("of this start")
     (tmp_path / "runs" / "x").mkdir(parents=True)
-    (tmp_path / "runs" / "x" / "lock.json").write_text("{}")
-    backend.check_shared()
+    lock = tmp_path / "runs" / "x" / "lock.json"
+    # the second: left by an earlier driver, which used a disk of this node
+    for damaged in ("{", json.dumps({"owner": "of an earlier start"})):
+        lock.write_text(damaged)
+        with pytest.raises(ValueError, match="does not see the driver's files"):
+            backend.check_shared("of this start")
+    lock.write_text(json.dumps({"owner": "of this start"}))
+    backend.check_shared("of this start")

@@ -427,7 +427,14 @@ def test_a_failure_names_the_node_where_there_are_several(
 ) -> None:
     """In the message and in the whole text, in the driver's process."""
     nodes = {"b": "worker-2 (10.0.0.2)"} | ({"a": "head (10.0.0.1)"} if several else {})
-    monkeypatch.setattr(cluster, "alive_nodes", lambda: nodes)
+    answers = iter([nodes])  # then the head is gone
+
+    def alive_nodes() -> dict[str, str]:
+        for answer in answers:
+            return answer
+        raise ConnectionError("GCS unavailable")
+
+    monkeypatch.setattr(cluster, "alive_nodes", alive_nodes)
     monkeypatch.setattr(
         cluster.ray,
         "get_runtime_context",
@@ -446,3 +453,6 @@ def test_a_failure_names_the_node_where_there_are_several(
     assert message.startswith(f"{who}: FileNotFoundError: /data/train is missing")
     assert f"{who}:\n" in whole_failure(failed)
     assert "Raised while the workload was built." in arrived.__notes__
+    # the head is gone as the worker begins
+    with pytest.raises(KeyError, match="the user's"), cluster.naming_the_node():
+        raise KeyError("the user's")

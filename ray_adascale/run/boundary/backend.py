@@ -10,7 +10,7 @@ import math
 import os
 import re
 import socket
-import time
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ... import checkpoint
 from ..._errors import check_count
-from ..._files import check_folder, on_this_machine
+from ..._files import check_folder, on_this_machine, still_missing
 from ..observe.eta import EtaTracker
 from ..observe.pulse import Pulse
 from ..observe.step import Listener
@@ -34,10 +34,6 @@ _log = logging.getLogger(__name__)
 CHECKPOINT = "Checkpoint of optimizer step %d, effective step %.2f."
 """Log message of a checkpoint that is complete and stored."""
 
-
-_CACHED_S = 10.0
-"""Seconds for which rank 0 looks for a file that another machine has written."""
-_LOOK_AGAIN_S = 0.5
 
 _NAME = re.compile(r"checkpoint_\d{10,}")
 """The name of a checkpoint in a LocalBackend's folder: the step."""
@@ -77,6 +73,7 @@ class Backend(ABC):
             never.
         keeps_checkpoints: Whether checkpoints are kept.
         store_timeout_s: Seconds for which the storing of a checkpoint may stand still.
+        attempt: Number of this start of the run. Only rank 0's value counts.
         shares_folder: Whether all workers write a checkpoint to one folder, so that
             rank 0 must find the files of the others there.
     """
@@ -88,6 +85,7 @@ class Backend(ABC):
     preemption_poll_s: float = math.inf
     keeps_checkpoints: bool = True
     store_timeout_s: float = math.inf
+    attempt: int = 0
     shares_folder: bool = False
 
     @abstractmethod
@@ -110,6 +108,7 @@ class Backend(ABC):
         Raises:
             OSError: The folder can't be made on this worker. The caller informs the
                 other workers.
+            CheckpointError: Something that this start may not delete has its name.
         """
 
     @abstractmethod
@@ -252,7 +251,7 @@ class LocalBackend(Backend):
             ValueError: The folder is not shared, on all workers.
         """
         folder = None if self.folder is None else str(self.folder)
-        token = _Token(self.rank, socket.gethostname(), folder)
+        token = _Token(self.rank, socket.gethostname(), folder, uuid.uuid4().hex)
         tokens: list[Any] = [None] * self.world_size
         with contextlib.ExitStack() as written:
             if self.folder is not None:
@@ -305,17 +304,32 @@ class LocalBackend(Backend):
         path = self.folder / f"checkpoint_{step:010d}"
         try:
             if self.rank == 0 and os.path.lexists(path):
-                if path.is_symlink() or not path.is_dir():
-                    raise checkpoint.CheckpointError(
-                        f"{path} is no folder of this run. Move it away or rename it."
-                    )
-                # a checkpoint of an earlier start: incomplete, or this run could not
-                # load it
-                checkpoint.delete(path)
+                self._clear(path)
         finally:  # also after an error: the other workers wait here
             if self.world_size > 1:
                 dist.barrier()
         return path
+
+    def _clear(self, path: Path) -> None:
+        """Delete a checkpoint of an earlier start: it is incomplete, or this run could
+        not load it.
+
+        Raises:
+            CheckpointError: It is a later start's, or no checkpoint.
+        """
+        if path.is_symlink() or not path.is_dir():
+            raise checkpoint.CheckpointError(
+                f"{path} is no folder of this run. Move it away or rename it."
+            )
+        start = checkpoint.start_of(path)
+        if start > self.attempt:
+            raise checkpoint.CheckpointError(
+                f"{path} is a checkpoint of start {start} of the run, and this process "
+                f"is start {self.attempt}: another process has resumed the run since, "
+                "and this one writes nothing more. End this one; or give the other run "
+                "a folder of its own."
+            )
+        checkpoint.delete(path)
 
     def report(self, report: StepReport, folder: Path | None) -> None:
         self.metrics = dict(report.metrics)
@@ -335,6 +349,9 @@ class LocalBackend(Backend):
         own = [path for path in checkpoints if _NAME.fullmatch(path.name)]
         # Incomplete checkpoints, and damaged ones of later steps, don't count among
         # those to keep. Those of a later start do: then this start is a late one.
+        if newest not in own:  # another process has deleted it
+            _log.warning("%s is gone: it was deleted after it was written.", newest)
+            return
         place = own.index(newest)
         start = checkpoint.start_of(newest)
         of_later_starts = [
@@ -357,15 +374,18 @@ class LocalBackend(Backend):
 
 
 class _Token(NamedTuple):
-    """A file that a worker writes to the folder as it starts."""
+    """A file that a worker writes to the folder as it starts, with a new name in each
+    start.
+    """
 
     rank: int
     host: str
     folder: str | None
+    start: str
 
     @property
     def name(self) -> str:
-        return f".ray_adascale-{self.host}-{self.rank}.token"
+        return f".ray_adascale-{self.start}-{self.rank}.token"
 
 
 def _remove(path: Path) -> None:
@@ -374,25 +394,21 @@ def _remove(path: Path) -> None:
 
 
 def _not_found(folder: Path | None, tokens: Sequence[_Token]) -> list[_Token]:
-    """Return the tokens that are not in a folder. What NFS has cached may be some
-    seconds old.
-    """
-    waited = 0.0
-    while True:
+    """Return the tokens that are not in a folder."""
+
+    def look() -> list[_Token]:
         names: list[str] = []
         if folder is not None:
             with contextlib.suppress(OSError):  # the others wait for this answer
                 names = os.listdir(folder)
         # None on all workers keeps no checkpoints
-        missing = [
+        return [
             token
             for token in tokens
             if token.name not in names and (folder, token.folder) != (None, None)
         ]
-        if not missing or waited >= _CACHED_S:
-            return missing
-        time.sleep(_LOOK_AGAIN_S)
-        waited += _LOOK_AGAIN_S
+
+    return still_missing(look)
 
 
 def _own_device(device: str | torch.device | None) -> torch.device:

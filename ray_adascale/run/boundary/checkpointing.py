@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,6 +76,50 @@ class Boundary(NamedTuple):
     lr: float
 
 
+@dataclass(frozen=True)
+class Storing:
+    """One worker's share of a checkpoint that is being written or stored.
+
+    Attributes:
+        rank: The worker's number.
+        step: Optimizer steps in the checkpoint.
+        place: Where it is stored.
+        stored: Bytes that are there: written by this worker, or seen on the storage, of
+            all workers. A bucket shows a file once it is whole.
+        seconds: Seconds so far.
+        still_s: Seconds since bytes were last added.
+    """
+
+    rank: int
+    step: int
+    place: str
+    stored: int = 0
+    seconds: float = 0.0
+    still_s: float = 0.0
+
+    def after(self, seconds: float) -> Storing:
+        """Return what is known some seconds later, without news."""
+        return replace(
+            self, seconds=self.seconds + seconds, still_s=self.still_s + seconds
+        )
+
+    def description(self) -> str:
+        """Return the storing as the beginning of a sentence."""
+        still = f", none in the last {self.still_s:.0f} s" if self.still_s > 10 else ""
+        return (
+            f"Worker {self.rank} has been storing the checkpoint of optimizer step "
+            f"{self.step:,} in {self.place} for {self.seconds:.0f} s: "
+            f"{self.stored / 1e6:,.1f} MB are there{still}"
+        )
+
+    def given_up(self, limit_s: float) -> str:
+        """Return the message of an end after so many seconds without a new byte."""
+        return (
+            f"{self.description()}. It is given up after "
+            f"AdaScaleConfig(store_timeout_s={limit_s:g}) without progress."
+        )
+
+
 class _InFlight:
     """A checkpoint that a thread is writing.
 
@@ -83,45 +128,60 @@ class _InFlight:
         folder: Its folder.
         report: Its report.
         rank: This worker's number.
+        step: Optimizer steps in it.
     """
 
     def __init__(
-        self, saving: checkpoint.Save, folder: Path, report: StepReport, rank: int
+        self,
+        saving: checkpoint.Save,
+        folder: Path,
+        report: StepReport,
+        rank: int,
+        step: int,
     ) -> None:
         self.saving = saving
         self.folder = folder
         self.report = report
-        self._rank = rank
-        self._timer = IntervalTimer(_LONG_S)
+        self._seen = Storing(rank, step, str(folder))
+        self._began = time.monotonic()
+        self._changed = self._began
         self._next_line_s = _LONG_S
 
     @property
-    def seconds(self) -> float:
-        """Seconds so far."""
-        return self._timer.elapsed
+    def now(self) -> Storing:
+        """What is known of it now."""
+        now = time.monotonic()
+        written = self.saving.written_bytes
+        if written != self._seen.stored:
+            self._seen = replace(self._seen, stored=written)
+            self._changed = now
+        return replace(
+            self._seen, seconds=now - self._began, still_s=now - self._changed
+        )
 
     def log_if_long(self) -> None:
         """Log a warning every half minute while the files are written."""
-        if self.saving.running and self.seconds >= self._next_line_s:
+        now = self.now
+        if self.saving.running and now.seconds >= self._next_line_s:
             self._next_line_s += _LONG_S
-            _log.warning(
-                "Rank %d has been writing the checkpoint of optimizer step %s to %s "
-                "for %.0f s.",
-                self._rank,
-                self.report.metrics.get("optimizer_steps", "?"),
-                self.folder,
-                self.seconds,
-            )
+            _log.warning("%s.", now.description())
 
-    def wait(self, limit_s: float) -> None:
-        """Wait until the files are written, or until this takes too long.
+    def wait(self, limit_s: float) -> str | None:
+        """Wait until the files are written, or until nothing is for a while.
 
         Args:
-            limit_s: Seconds since the beginning.
+            limit_s: Seconds without a new byte.
+
+        Returns:
+            Why it is given up; None if the files are written.
         """
-        while self.saving.running and self.seconds < limit_s:
-            self.saving.join(min(_LONG_S, limit_s - self.seconds))
+        while self.saving.running:
+            now = self.now
+            if now.still_s >= limit_s:
+                return now.given_up(limit_s)
+            self.saving.join(min(_LONG_S, limit_s - now.still_s))
             self.log_if_long()
+        return None
 
 
 class Saver:
@@ -148,14 +208,14 @@ class Saver:
     @property
     def busy(self) -> bool:
         """Whether this worker is still writing a checkpoint, or its backend is still
-        uploading one. False once the writing takes too long: :meth:`finish` raises
-        then.
+        uploading one. False once the writing stands still for too long: :meth:`finish`
+        raises then.
         """
         written = self._in_flight
         if written is None:
             return self._backend.uploading
         written.log_if_long()
-        too_long = written.seconds >= self._backend.store_timeout_s
+        too_long = written.now.still_s >= self._backend.store_timeout_s
         return (written.saving.running and not too_long) or self._backend.uploading
 
     def save(self, boundary: Boundary, content: Callable[[], Content]) -> Path | None:
@@ -191,6 +251,7 @@ class Saver:
                 folder,
                 replace(report, metrics=dict(report.metrics)),
                 self._backend.rank,
+                boundary.step,
             )
 
     def finish(self) -> None:
@@ -204,9 +265,9 @@ class Saver:
         self._in_flight = None
         if written is None:
             return
-        written.wait(self._backend.store_timeout_s)
+        given_up = written.wait(self._backend.store_timeout_s)
         try:
-            written.saving.finish(wait=False)
+            written.saving.finish(given_up)
         except BaseException:
             _discard(written.folder)
             raise

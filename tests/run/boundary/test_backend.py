@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ray_adascale import CheckpointError, LocalBackend, checkpoint
+from ray_adascale import CheckpointError, LocalBackend, _files, checkpoint
 from ray_adascale.optim.schedule import BaseSchedule
 from ray_adascale.run.boundary import backend as backend_of_a_run
 from ray_adascale.run.boundary.stage import StepReport
@@ -277,6 +279,35 @@ def test_a_folder_is_empty_before_it_is_written_to(tmp_path: Path) -> None:
     assert not left.exists()
 
 
+def test_a_late_start_does_not_replace_a_checkpoint_of_a_later_start(
+    tmp_path: Path,
+) -> None:
+    """Of the same step. One of its own start, and of an earlier one, it replaces."""
+    late = LocalBackend(tmp_path, device="cpu")
+    late.attempt = 3
+    for start in (2, 3, 4):
+        path = late.checkpoint_folder(7)
+        checkpoint.save(path, {"x": torch.ones(3)}, {"attempt": start, "iterations": 7})
+    with pytest.raises(
+        CheckpointError,
+        match=f"{path} is a checkpoint of start 4 of the run, and this process is "
+        "start 3: another process has resumed the run since",
+    ):
+        late.checkpoint_folder(7)
+    checkpoint.verify(path)
+
+
+def test_a_checkpoint_that_another_process_deletes_ends_no_report(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = LocalBackend(tmp_path, device="cpu")
+    first = save(backend, 1)
+    second = backend.checkpoint_folder(2)
+    backend.report(outcome(), second)
+    assert f"{second} is gone" in caplog.text
+    assert first.is_dir()
+
+
 def _on_two_workers(folder: str) -> tuple[list[Any], list[str]]:
     rank = dist.get_rank()
     backend = LocalBackend(folder, device="cpu", keep=1)
@@ -323,15 +354,16 @@ def test_rank_0_looks_and_takes_away_and_all_know_what_it_found(
 
 
 def _on_machines_of_their_own(folder: str) -> str:
-    """Each rank has a disk of its own under the same name; or they share one."""
-    rank = dist.get_rank()
-    backend_of_a_run._CACHED_S = 0.0
-    backend = LocalBackend(f"{folder}/{rank}", device="cpu")
-    backend.folder = Path(folder) / str(rank)
-    try:
-        latest(backend)
-    except ValueError as error:
-        return str(error)
+    """Each rank has a disk of its own under the same name."""
+    return _refused(LocalBackend(f"{folder}/{dist.get_rank()}", device="cpu"))
+
+
+def _refused(backend: LocalBackend) -> str:
+    with patch.object(_files, "CACHED_S", 0.0):
+        try:
+            latest(backend)
+        except ValueError as error:
+            return str(error)
     return ""
 
 
@@ -345,14 +377,31 @@ def test_a_folder_that_is_not_shared_is_refused_at_the_start_by_all(
     assert not list(tmp_path.rglob(".*"))  # no token stays
 
 
+def _beside_old_tokens(folder: str) -> str:
+    """An earlier start was killed while its tokens were there, and the folder, which
+    was shared then, was copied to the disk of each machine.
+    """
+    shared = Path(folder) / "shared"
+    with patch.object(backend_of_a_run, "_remove", lambda path: None):
+        assert latest(LocalBackend(shared, device="cpu")) is None
+    dist.barrier()
+    own = Path(folder) / str(dist.get_rank())
+    shutil.copytree(shared, own)
+    assert len(list(own.glob(".*"))) == 2
+    return _refused(LocalBackend(own, device="cpu"))
+
+
+def test_tokens_of_an_earlier_start_do_not_make_a_folder_look_shared(
+    pool: Pool, tmp_path: Path
+) -> None:
+    for said in pool(2).run(_beside_old_tokens, str(tmp_path)):
+        assert f"does not see what was written to '{tmp_path}/1' of rank 1" in said
+
+
 def _on_rank_0_alone(folder: str, rank: int) -> str:
-    backend_of_a_run._CACHED_S = 0.0
-    own = folder if dist.get_rank() == rank else None
-    try:
-        latest(LocalBackend(own, device="cpu"))
-    except ValueError as error:
-        return str(error)
-    return ""
+    return _refused(
+        LocalBackend(folder if dist.get_rank() == rank else None, device="cpu")
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -366,16 +415,29 @@ def test_a_folder_on_one_rank_alone_is_refused_and_on_none_is_not(
     )
 
 
-def _saved_apart(folder: str) -> tuple[str, list[str]]:
+def _saved_apart(folder: str, arrives: bool) -> tuple[str, list[str]]:
+    """What rank 1 writes is not seen by rank 0, or ``arrives`` a second later."""
     own = Path(folder) / str(dist.get_rank())
-    try:
-        checkpoint.save(
-            own,
-            {f"x/{dist.get_rank()}": torch.ones(3)},
-            shared=True,
-        )
-    except CheckpointError as error:
-        return str(error), sorted(path.name for path in own.iterdir())
+    file = "__1_0.distcp"
+    copying = threading.Timer(1.0, shutil.copy, (own / file, own.parent / "0" / file))
+    # begins once the file is there
+    original = dist.gather_object
+
+    def gather(*args: Any, **kwargs: Any) -> Any:
+        if (own / file).exists() and not copying.ident:
+            copying.start()
+        return original(*args, **kwargs)
+
+    if not arrives:
+        copying.start = lambda: None  # type: ignore[method-assign]
+    with (
+        patch.object(_files, "CACHED_S", 20.0 if arrives else 0.0),
+        patch.object(dist, "gather_object", gather),
+    ):
+        try:
+            checkpoint.save(own, {f"x/{dist.get_rank()}": torch.ones(3)}, shared=True)
+        except CheckpointError as error:
+            return str(error), sorted(path.name for path in own.iterdir())
     return "", []
 
 
@@ -383,10 +445,36 @@ def test_a_checkpoint_whose_files_are_on_several_disks_is_none(
     pool: Pool, tmp_path: Path
 ) -> None:
     """The shared disk was unmounted on one machine since the start."""
-    for said, left in pool(2).run(_saved_apart, str(tmp_path)):
+    for said, left in pool(2).run(_saved_apart, str(tmp_path), False):
         assert "__1_0.distcp is missing" in said
         assert "Rank 1 has written it: the folder is not shared" in said
         assert "manifest.json" not in left
+
+
+def test_a_file_that_another_machine_shows_late_is_waited_for(
+    pool: Pool, tmp_path: Path
+) -> None:
+    assert pool(2).run(_saved_apart, str(tmp_path), True) == [("", [])] * 2
+    checkpoint.verify(tmp_path / "0")
+
+
+def test_names_that_a_file_system_has_cached_are_listed_before_they_are_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed: list[Path] = []
+    real_list, real_open = os.listdir, Path.open
+
+    def cached(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path.suffix == ".distcp" and args == ("rb",) and not listed:
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return real_open(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", cached)
+    monkeypatch.setattr(
+        os, "listdir", lambda path: listed.append(path) or real_list(path)
+    )
+    checkpoint.save(tmp_path / "x", {"x": torch.ones(3)}, shared=True)
+    assert tmp_path / "x" in listed
 
 
 # ---- the device ----------------------------------------------------------------------

@@ -4,6 +4,7 @@ where one can't take part.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import re
@@ -211,13 +212,59 @@ def test_a_disk_that_hangs_is_told_each_half_minute_and_given_up(
     with caplog.at_level(logging.WARNING, "ray_adascale"):
         assert saver.busy  # as asked at each step boundary
         (line,) = caplog.messages
-        assert "Rank 0 has been writing the checkpoint of optimizer step 9 to " in line
+        assert re.fullmatch(
+            r"Worker 0 has been storing the checkpoint of optimizer step 9 in "
+            rf"{tmp_path}/checkpoint_0000000009 for 0 s: 0\.0 MB are there\.",
+            line,
+        )
         time.sleep(0.5)
         assert not saver.busy
-        with pytest.raises(CheckpointError, match="files are not written in time"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"rank 0: Worker 0 has been storing .* given up after "
+            r"AdaScaleConfig\(store_timeout_s=0\.5\) without progress",
+        ):
             saver.finish()
     hangs.set()
     assert not list(tmp_path.glob("*/manifest.json"))
+
+
+def test_a_disk_that_is_slow_is_not_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit is for the time without a new byte, not for the whole."""
+
+    class Slow:
+        def __init__(self, file: Any) -> None:
+            self._file = file
+
+        def write(self, data: Any) -> int:
+            time.sleep(0.15)
+            return int(self._file.write(data))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._file, name)
+
+    create = dcp.FileSystem.create_stream
+
+    @contextlib.contextmanager
+    def slow(*given: Any) -> Any:
+        with create(*given) as file:
+            yield Slow(file)
+
+    monkeypatch.setattr(dcp.FileSystem, "create_stream", slow)
+    monkeypatch.setattr(dcp, "_PIECE", 4096, raising=False)
+    backend = LocalBackend(tmp_path, device="cpu")
+    backend.store_timeout_s = 1.0
+    saver = Saver(backend)
+    tensors = {"x": torch.ones(10 * 1024)}  # ten pieces of one tensor
+    began = time.monotonic()
+    saver.begin(Boundary(9, 9.0, 0.1), lambda: (tensors, {}), outcome({}))
+    while saver.busy:
+        time.sleep(0.05)
+    saver.finish()
+    assert time.monotonic() - began > backend.store_timeout_s
+    checkpoint.verify(tmp_path / "checkpoint_0000000009")
 
 
 def test_the_end_of_a_run_waits_for_its_checkpoint_with_lines(
