@@ -18,6 +18,7 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from ._errors import RecipeError, SettingError, check_count, short
+from ._files import has_credentials, without_credentials
 
 Check = Callable[[str, Any], Any]
 """Maps a field's name and value to the value as plain Python."""
@@ -82,6 +83,31 @@ def check_fields(owner: Any, called: str = "") -> None:
                 raise
 
 
+def refuse_credentials(where: str, value: Any) -> None:
+    """Check that hyperparameters have no URI with credentials: they are stored with the
+    recipe, and printed.
+
+    Args:
+        where: The value's name in the error.
+        value: The hyperparameters, or a value among them.
+
+    Raises:
+        RecipeError: There is such a URI.
+    """
+    if isinstance(value, str) and has_credentials(value):
+        raise RecipeError(
+            f"Invalid {where}={without_credentials(value)!r}: credentials in a URI "
+            "would be stored and printed with the hyperparameters. Read them from the "
+            "environment in the workload."
+        )
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            refuse_credentials(f"{where}[{key!r}]", item)
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            refuse_credentials(f"{where}[{i}]", item)
+
+
 def json_value(where: str, value: Any) -> Any:
     """Return a copy of ``value`` in JSON's types.
 
@@ -91,7 +117,8 @@ def json_value(where: str, value: Any) -> Any:
             them.
 
     Raises:
-        RecipeError: The value has another type, which a recipe can't keep.
+        RecipeError: The value has another type, which a recipe can't keep, or has
+            credentials.
     """
     import numpy as np  # here, since the help of the command line loads this module
 
@@ -101,6 +128,7 @@ def json_value(where: str, value: Any) -> Any:
         return value
     # Subclasses (enums, numpy.float64) lose their class, as in the file.
     if isinstance(value, str):
+        refuse_credentials(where, value)
         return str.__str__(value)
     if isinstance(value, int):
         return int(value)

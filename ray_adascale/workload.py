@@ -21,7 +21,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import default_collate
 
 from ._errors import SettingError, kind_of, noted
-from ._fields import MAYBE_FUNCTION, by, check_fields, hinting, integer, must_be
+from ._fields import (
+    MAYBE_FUNCTION,
+    by,
+    check_fields,
+    hinting,
+    integer,
+    must_be,
+    refuse_credentials,
+)
 from ._torch import leaves
 from ._warn import warn_at_user
 from .checkpoint.rng import seed_everything
@@ -397,7 +405,9 @@ def build(
 
     Raises:
         TypeError: The function returned no :class:`Workload`.
+        ValueError: A hyperparameter has a URI with credentials.
     """
+    refuse_credentials("hyperparameters", hyperparameters)
     reads = ConfigAccessLog(hyperparameters)
     known = injected_settings(settings, recipe)
     try:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from .._files import has_credentials, without_credentials
+from .._fields import refuse_credentials
+from .._files import without_credentials
 from ..config import AdaScaleConfig, EarlyStop
 from .options import add_options, option
 from .source import resolve
@@ -122,12 +123,7 @@ def key_and_value(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ValueError(f"Invalid override {text!r}. Must be key=value.")
-    if has_credentials(value):
-        raise ValueError(
-            f"Invalid override {without_credentials(text)!r}: credentials in a URI "
-            "would be stored with the run. Read them from the environment in the "
-            "workload."
-        )
+    refuse_credentials(f"override {key}", value)
     try:
         return key, json.loads(value)
     except json.JSONDecodeError:

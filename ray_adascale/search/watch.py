@@ -20,6 +20,7 @@ from ray import cloudpickle, tune
 from ray.tune.experiment import Trial
 
 from .._fields import json_value
+from .._files import without_credentials
 from ..analysis.display import SearchDisplay
 from ..run.base.base_run import RESULT, BaseResult
 from ..run.boundary.evaluation import MissingMetric
@@ -91,11 +92,8 @@ class Finished:
     def error_line(self) -> str:
         """The error's first line, with its type."""
         lines = str(self.error).strip().splitlines()
-        return (
-            f"{type(self.error).__name__}: {lines[0]}"
-            if lines
-            else type(self.error).__name__
-        )
+        kind = type(self.error).__name__
+        return without_credentials(f"{kind}: {lines[0]}") if lines else kind
 
     @property
     def error_text(self) -> str:
@@ -105,7 +103,8 @@ class Finished:
         whole = (
             "" if self.error_file is None else f"The whole traceback: {self.error_file}"
         )
-        return "\n".join(filter(None, [self.error_line, lines_of(self.error), whole]))
+        lines = without_credentials(lines_of(self.error))
+        return "\n".join(filter(None, [self.error_line, lines, whole]))
 
 
 def reached_end(trials: Iterable[Finished]) -> list[tuple[Finished, BaseResult]]:

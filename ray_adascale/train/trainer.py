@@ -23,6 +23,7 @@ from ray.train.torch import TorchTrainer
 from ray.util.annotations import PublicAPI
 
 from .._errors import SettingError, check_type
+from .._fields import refuse_credentials
 from .._files import full_disk_note, join
 from .._warn import warn_at_user
 from ..config import AdaScaleConfig, read_settings
@@ -275,6 +276,7 @@ class AdaScaleTrainer(TorchTrainer):
                 "RunConfig",
                 name=run_config.name,
             )
+        refuse_credentials("hyperparameters", hyperparameters)
         self._failures = run_config.failure_config or ray.train.FailureConfig()
         self._callbacks = list(run_config.callbacks or [])
         self._progress = progress

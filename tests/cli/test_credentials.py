@@ -7,10 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray import tune
+from ray.train import ScalingConfig
 
+from ray_adascale import AdaScaleConfig, Search, record_recipe, tune_recipe
 from ray_adascale.analysis.describe import describe
 from ray_adascale.cli.command import key_and_value, tell
 from ray_adascale.cli.run_folder import OPTIONS, RunFolder
+from ray_adascale.search.watch import Finished
+
+from ..samples_of import recipe as recipe_of_noise
 
 URIS = [
     "s3://AKIA:se/cr/HIDDEN@bucket/runs",
@@ -76,3 +82,63 @@ def test_a_command_with_credentials_is_refused_before_it_writes_anything(
         assert "credentials in a URI" in printed.err
         assert "HIDDEN" not in printed.err + printed.out
     assert not list(tmp_path.rglob(OPTIONS))
+
+
+def _never_built(config: dict[str, Any]) -> Any:
+    raise AssertionError("built")
+
+
+def _trained(hyperparameters: dict[str, Any], **settings: Any) -> None:
+    from ray_adascale.train.trainer import AdaScaleTrainer
+
+    AdaScaleTrainer(
+        _never_built,
+        hyperparameters=hyperparameters,
+        config=AdaScaleConfig(**settings),
+        scaling_config=ScalingConfig(num_workers=1),
+    )
+
+
+def _searched(space: dict[str, Any], **settings: Any) -> None:
+    tune_recipe(Search(_never_built, space, config=AdaScaleConfig(**settings)))
+
+
+def _based(hyperparameters: dict[str, Any], **settings: Any) -> None:
+    record_recipe(_never_built, hyperparameters, **settings)
+
+
+def _kept(hyperparameters: dict[str, Any], **settings: Any) -> None:
+    recipe_of_noise(noise=[], hyperparameters=hyperparameters)
+
+
+@pytest.mark.parametrize("uri", URIS)
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda uri: uri,
+        lambda uri: {"train": ["/data/x", uri]},
+        lambda uri: f"{uri},/data/x",
+    ],
+    ids=["alone", "nested", "in a list as text"],
+)
+@pytest.mark.parametrize("place", [_trained, _searched, _based, _kept])
+def test_hyperparameters_with_credentials_are_refused_before_anything_is_kept(
+    place: Any, given: Any, uri: str
+) -> None:
+    """The recipe is a file to commit."""
+    with pytest.raises(ValueError, match="Read them from the environment") as refused:
+        place({"lr": 0.1, "data": given(uri)}, base_batch_size=8, total_steps=5)
+    assert "HIDDEN" not in str(refused.value)
+    assert "***" in str(refused.value)
+
+
+def test_choices_of_a_search_with_credentials_are_refused() -> None:
+    for choice in (tune.choice, tune.grid_search):
+        with pytest.raises(ValueError, match="Read them from the environment"):
+            _searched({"data": choice(URIS)}, base_batch_size=8, total_steps=5)
+
+
+def test_a_failed_trial_is_told_without_credentials() -> None:
+    trial = Finished("0", {}, {}, error=OSError(f"no such file: {URIS[0]}"))
+    assert "HIDDEN" not in trial.error_line + trial.error_text
+    assert "s3://***@bucket" in trial.error_line
