@@ -37,7 +37,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ray_adascale import OSS, AdaScale, checkpoint
+from ray_adascale import OSS, AdaScaleOptimizer, checkpoint
 from ray_adascale.checkpoint.model import load_model, model_state
 
 _STEPS = 3
@@ -70,7 +70,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 def state_bytes(optimizer: Any) -> int:
     """Return the bytes of optimizer state on this worker."""
-    while isinstance(optimizer, AdaScale):
+    while isinstance(optimizer, AdaScaleOptimizer):
         optimizer = optimizer.wrapped
     # the share of OSS, of FairScale's OSS and of torch's ZeRO
     holder = getattr(optimizer, "optim", optimizer)
@@ -86,7 +86,7 @@ def gradient_bytes(model: nn.Module, optimizer: Any) -> int:
     """Return the bytes of gradients on this worker after a backward pass."""
     storages = {}
     params: list[Tensor] = list(model.parameters())
-    while isinstance(optimizer, AdaScale):
+    while isinstance(optimizer, AdaScaleOptimizer):
         optimizer = optimizer.wrapped
     if isinstance(optimizer, OSS):
         params += [fragment.tensor for fragment in optimizer.fragments]

@@ -51,7 +51,7 @@ RAY_LAYERS: list[list[Package]] = [
             "where the workers of a run live: Ray Train, its cluster, preemption "
             "notices",
             "trainer driver_monitor backend driver_channel worker_reports hangs "
-            "failed_starts retry run_lock ray_record pickling network connection "
+            "failed_starts retry causes run_lock ray_record pickling network connection "
             "cluster storing",
         )
     ],
@@ -80,7 +80,7 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "run",
             "the loop of one worker",
-            "loop assemble build passes after_step unit_weights clipping skipped",
+            "loop assemble build build_warnings passes after_step unit_weights clipping skipped",
         ),
         Package(
             "run.boundary",

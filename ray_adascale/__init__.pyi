@@ -14,12 +14,13 @@ from .checkpoint import load_weights as load_weights
 from .checkpoint.per_worker import PerWorker as PerWorker
 from .checkpoint.rng import seed_everything as seed_everything
 from .compat.adaptdl import AdaptiveDataParallel as AdaptiveDataParallel
+from .compat.fairscale import AdaScale as AdaScale
 from .compat.fairscale import AdaScaleWrapper as AdaScaleWrapper
 from .config import AdaScaleConfig as AdaScaleConfig
 from .config import EarlyStop as EarlyStop
 from .forecast.throughput import Throughput as Throughput
 from .measure.noise_meter import NoiseMeter as NoiseMeter
-from .optim.adascale import AdaScale as AdaScale
+from .optim.adascale import AdaScaleOptimizer as AdaScaleOptimizer
 from .optim.betas import BetaRule as BetaRule
 from .optim.effective_average import EffectiveAverage as EffectiveAverage
 from .optim.grad_scaler import ShardedGradScaler as ShardedGradScaler

@@ -99,6 +99,17 @@ class StepPlan:
         """Examples in the largest micro-batch of the step."""
         return math.ceil(self.global_batch_size / self.num_samples)
 
+    def loss_factor(self, share: float, whole: float = 1) -> float:
+        """Return c, the factor on the mean loss of a micro-batch of weight w =
+        ``share`` / ``whole``: n·w/passes.
+
+        The reduction takes the mean over workers, and passes add up, so ḡ = Σ w_i g_i
+        needs it. A loop may divide by another number than the passes
+        (:attr:`loss_divisor`).
+        """
+        divisor = self.loss_divisor or self.passes
+        return self.num_samples * share / (whole * divisor)
+
     @cached_property
     def multiple_of_mean(self) -> float:
         """The gradient that the passes add up to, divided by ḡ."""

@@ -7,8 +7,6 @@ Its true gradient does not drown in noise, so that gains stay inside (1, S).
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ray_adascale import AdaScale
-from ray_adascale.measure import norms
 
 
 def make_model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -91,15 +88,3 @@ def backward(
     """
     for x, y in data:
         (F.cross_entropy(model(x), y) / (passes or len(data))).backward()
-
-
-@contextmanager
-def in_shares() -> Iterator[None]:
-    """AdaScale made in here has each worker take the norm of a share of the reduced
-    gradient, as with a large model.
-    """
-    before, norms._SHARED = norms._SHARED, 0
-    try:
-        yield
-    finally:
-        norms._SHARED = before

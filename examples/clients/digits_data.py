@@ -23,7 +23,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ray_adascale import AdaScale, AdaScaleConfig, Recipe, seed_everything
+from ray_adascale import AdaScaleConfig, AdaScaleOptimizer, Recipe, seed_everything
 from ray_adascale.integrations.client import RecipeRecorder
 
 BASE_BATCH, TOTAL_STEPS = 8, 1800
@@ -32,7 +32,7 @@ PER_WORKER_BATCH = 32
 
 Train = Callable[
     [float, AdaScaleConfig, "Recipe | None", "RecipeRecorder | None", str],
-    tuple[nn.Module, AdaScale],
+    tuple[nn.Module, AdaScaleOptimizer],
 ]
 """From (learning rate, settings, recipe, recorder, folder) to the trained, unwrapped
 model and its optimizer.

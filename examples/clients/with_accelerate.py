@@ -9,7 +9,7 @@ from digits_data import batch_size, build, loss_of, main, splits
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ray_adascale import AdaScale, AdaScaleConfig, Recipe
+from ray_adascale import AdaScaleConfig, AdaScaleOptimizer, Recipe
 from ray_adascale.integrations.accelerate import prepare
 from ray_adascale.integrations.client import RecipeRecorder, StepLog
 
@@ -20,7 +20,7 @@ def train(
     recipe: Recipe | None,
     recorder: RecipeRecorder | None,
     folder: str,
-) -> tuple[nn.Module, AdaScale]:
+) -> tuple[nn.Module, AdaScaleOptimizer]:
     """Train with an ``Accelerator``."""
     accelerator = Accelerator(cpu=True)
     bare, sgd, cosine = build(lr)
@@ -48,7 +48,7 @@ def train(
                 break
     steps.close()
     accelerator.free_memory()
-    assert isinstance(schedule.optimizer, AdaScale)
+    assert isinstance(schedule.optimizer, AdaScaleOptimizer)
     return bare, schedule.optimizer
 
 

@@ -10,7 +10,7 @@ from digits_data import batch_size, build, loss_of, main, splits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ray_adascale import AdaScale, AdaScaleConfig, Recipe
+from ray_adascale import AdaScaleConfig, AdaScaleOptimizer, Recipe
 from ray_adascale.integrations.client import RecipeRecorder
 from ray_adascale.integrations.lightning import AdaScaleCallback
 
@@ -38,7 +38,7 @@ def train(
     recipe: Recipe | None,
     recorder: RecipeRecorder | None,
     folder: str,
-) -> tuple[nn.Module, AdaScale]:
+) -> tuple[nn.Module, AdaScaleOptimizer]:
     """Train with ``Trainer``."""
     workers = int(os.environ.get("WORLD_SIZE", "1"))
     adascale = AdaScaleCallback(config, recipe, recorder=recorder, trace=folder)
@@ -59,7 +59,7 @@ def train(
         DataLoader(splits()[0], batch_size=batch_size(), shuffle=True, drop_last=True),
     )
     assert adascale.schedule is not None
-    assert isinstance(adascale.schedule.optimizer, AdaScale)
+    assert isinstance(adascale.schedule.optimizer, AdaScaleOptimizer)
     return module.net, adascale.schedule.optimizer
 
 

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from ray_adascale import AdaScale, AdaScaleConfig, Recipe, attach
+from ray_adascale import AdaScaleConfig, AdaScaleOptimizer, Recipe, attach
 from ray_adascale.integrations.client import RecipeRecorder, StepLog, with_clients_batch
 
 
@@ -35,7 +35,7 @@ def train(
     recipe: Recipe | None,
     recorder: RecipeRecorder | None,
     folder: str,
-) -> tuple[nn.Module, AdaScale]:
+) -> tuple[nn.Module, AdaScaleOptimizer]:
     """Train, as one of the workers that torchrun started."""
     workers = int(os.environ.get("WORLD_SIZE", "1"))
     if workers > 1 and not dist.is_initialized():

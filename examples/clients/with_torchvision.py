@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.utils.data import DataLoader, DistributedSampler
 
-from ray_adascale import AdaScale, AdaScaleConfig, Recipe, TauSchedule, attach
+from ray_adascale import AdaScaleConfig, AdaScaleOptimizer, Recipe, TauSchedule, attach
 from ray_adascale.integrations.client import RecipeRecorder, StepLog, with_clients_batch
 
 WARMUP_EPOCHS = 1
@@ -34,7 +34,7 @@ WARMUP_EPOCHS = 1
 
 def train_one_epoch(
     model: nn.Module,
-    optimizer: AdaScale,
+    optimizer: AdaScaleOptimizer,
     loader: DataLoader[Any],
     schedule: TauSchedule,
     steps: StepLog,
@@ -60,7 +60,7 @@ def train(
     recipe: Recipe | None,
     recorder: RecipeRecorder | None,
     folder: str,
-) -> tuple[nn.Module, AdaScale]:
+) -> tuple[nn.Module, AdaScaleOptimizer]:
     """Train, as one of the workers that torchrun started."""
     workers = int(os.environ.get("WORLD_SIZE", "1"))
     if workers > 1 and not dist.is_initialized():

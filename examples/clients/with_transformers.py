@@ -9,7 +9,7 @@ from digits_data import batch_size, build, main, splits
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
-from ray_adascale import AdaScale, AdaScaleConfig, Recipe
+from ray_adascale import AdaScaleConfig, AdaScaleOptimizer, Recipe
 from ray_adascale.integrations.client import RecipeRecorder
 from ray_adascale.integrations.transformers import ScaledTrainer
 
@@ -31,7 +31,7 @@ def train(
     recipe: Recipe | None,
     recorder: RecipeRecorder | None,
     folder: str,
-) -> tuple[nn.Module, AdaScale]:
+) -> tuple[nn.Module, AdaScaleOptimizer]:
     """Train with ``Trainer``."""
     net, optimizer, scheduler = build(lr)
     trainer: Any = ScaledTrainer(
@@ -60,7 +60,7 @@ def train(
     )
     trainer.train()
     adascale = trainer.schedule.optimizer
-    assert isinstance(adascale, AdaScale)
+    assert isinstance(adascale, AdaScaleOptimizer)
     return net, adascale
 
 

@@ -19,8 +19,8 @@ from ..forecast.replay import Forecaster
 from ..optim.rules import AUTO, auto_rule, make_rule, metric_of
 from ..recipe import Recipe
 from ..run.boundary.backend import LocalBackend
+from ..run.guards.first_steps import sum_advice
 from ..run.loop import Run
-from ..run.observe.advice import sum_advice
 from ..run.observe.failure import annotate_exceptions, lines_of, raised_when
 from ..run.observe.metrics import values_of
 from ..run.observe.verdict import BaseFigures, epochs_warning

@@ -24,7 +24,7 @@ from ..forecast.replay import MOST_STEPS, Forecaster, StepForecast
 from ..forecast.throughput import Throughput
 from ..optim.rules import AUTO, auto_rule, make_rule, metric_of, name_of
 from ..recipe import Recipe
-from ..run.observe.advice import forecast_advice
+from ..run.build_warnings import forecast_advice
 from ..run.observe.eta import clock_time
 from ..run.observe.verdict import BaseFigures, epochs_warning
 

@@ -24,7 +24,7 @@ from .. import checkpoint
 from .._torch import is_dtensor, unwrapped_name
 from .._warn import warn_at_user
 from ..chain import parts_of
-from ..optim.adascale import AdaScale
+from ..optim.adascale import AdaScaleOptimizer
 from ..sharding.buckets import Fragment, memory_order
 from ..sharding.kinds import sharding_of
 from ..sharding.kinds.sharding import Sharding
@@ -64,7 +64,7 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]
 def _sharding(optimizer: Optimizer) -> Sharding:
     return (
         optimizer.current.sharding
-        if isinstance(optimizer, AdaScale)
+        if isinstance(optimizer, AdaScaleOptimizer)
         else sharding_of(optimizer)
     )
 

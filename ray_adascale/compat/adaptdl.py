@@ -28,10 +28,10 @@ from .._torch import uncompiled
 from ..batch import StepPlan
 from ..gain import plain_gain
 from ..optim.adam_metric import adam_preconditioner
-from ..optim.adascale import AdaScale
 from ..optim.rules import RuleInput
 from ..optim.wrapper import check_wrappable
 from ..scaling_rules import VARIANCE_FLOOR, ScalingRuleBase
+from .fairscale import AdaScale
 
 _ANY_PASSES = 1 << 30
 """Passes of a step, declared; the pass that is not under ``no_sync()`` ends it
@@ -152,7 +152,7 @@ class NoiseScale:
             self.statistics.expect_passes(
                 self.forward_passes, scale=self.scale, loss_divided_by=1
             )
-            self.statistics.current.complete(scaled=True)
+            self.statistics.current.ensure_summed(scaled=True)
         self.forward_passes = 0
         before = self.statistics.rule
         self.statistics.rule = rule
@@ -178,7 +178,7 @@ class NoiseScale:
         counts.
         """
         self._zero_grad(*args, **kwargs)
-        self.statistics.current.begin_step()
+        self.statistics.current.discard_passes()
 
     def set_accum_scale(self, accum_scale: float) -> None:
         """Change :attr:`accum_scale` after a change of the micro-batch; from the next
@@ -417,7 +417,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
                 f"The training state is of name={state['name']!r}, this model's is "
                 f"{self.name!r}."
             )
-        self.gns.statistics.current.begin_step()
+        self.gns.statistics.current.discard_passes()
         self.gns.statistics.load_statistics_state(state["statistics"])
         self.module.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])

@@ -23,14 +23,14 @@ from ..chain import largest_part
 from ..config import AdaScaleConfig, read_settings
 from ..gain import advanced
 from ..measure.probe import BatchSamples
-from ..optim.adascale import AdaScale
+from ..optim.adascale import AdaScaleOptimizer
 from ..optim.rules import name_of
 from ..optim.step_sums import StepEnd
 from ..optim.tau_schedule import TauSchedule
 from ..recipe import NoiseProbe, Recipe
 from ..run.base.base_noise import ProbeSeries, noise_steps
 from ..run.base.base_run import BaseResult, Momentum, freeze, momentum_of
-from ..run.observe.advice import class_name
+from ..run.build_warnings import class_name
 from ..run.observe.metrics import SHORT_STEP, step_metrics
 from ..run.observe.step import Step
 from ..run.observe.trace import Trace, files_of, joined
@@ -92,12 +92,12 @@ def with_clients_batch(
     )
 
 
-def parts_of(schedule: TauSchedule | None) -> tuple[AdaScale, StepPlan]:
+def parts_of(schedule: TauSchedule | None) -> tuple[AdaScaleOptimizer, StepPlan]:
     """Return the optimizer and the batch of a schedule from
     :func:`ray_adascale.attach`.
     """
     assert schedule is not None
-    assert isinstance(schedule.optimizer, AdaScale)
+    assert isinstance(schedule.optimizer, AdaScaleOptimizer)
     assert schedule.plan is not None
     return schedule.optimizer, schedule.plan
 
@@ -135,7 +135,7 @@ def follow_batch(
     return True
 
 
-def early_step_end(adascale: AdaScale, ends: Callable[[], bool]) -> StepEnd:
+def early_step_end(adascale: AdaScaleOptimizer, ends: Callable[[], bool]) -> StepEnd:
     """Return a :data:`StepEnd` for a client that may step before the declared passes
     are complete, as at the end of an epoch.
 

@@ -30,7 +30,7 @@ except ModuleNotFoundError:  # the older name of the package
 from .._warn import warn_at_user
 from ..chain import SEVERAL_OPTIMIZERS
 from ..config import AdaScaleConfig
-from ..optim.adascale import AdaScale
+from ..optim.adascale import AdaScaleOptimizer
 from ..optim.tau_schedule import TauSchedule
 from ..recipe import Recipe
 from ..run.base.attach import attach
@@ -70,7 +70,7 @@ class AdaScaleCallback(Callback):
 
     Strategies: one device, ``"ddp"`` and Ray's ``RayDDPStrategy``; others raise an
     error. With manual optimization the module sets the number of passes: with
-    ``accumulation`` in the settings, and :meth:`~ray_adascale.AdaScale.expect_passes`.
+    ``accumulation`` in the settings, and :meth:`~ray_adascale.AdaScaleOptimizer.expect_passes`.
 
     Args:
         config: See :func:`ray_adascale.attach`. Settings of the trainer, the dataloader
@@ -182,7 +182,7 @@ class AdaScaleCallback(Callback):
             self._recorder.begin(schedule, config.with_recipe(self._recipe))
 
     @property
-    def _adascale(self) -> AdaScale:
+    def _adascale(self) -> AdaScaleOptimizer:
         return parts_of(self.schedule)[0]
 
     def _follow_batch(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -21,7 +21,7 @@ from .._torch import in_eval_mode
 from .._warn import warn_at_user
 from ..config import AdaScaleConfig
 from ..forecast.replay import PredictedRun
-from ..optim.adascale import AdaScale
+from ..optim.adascale import AdaScaleOptimizer
 from ..optim.tau_schedule import TauSchedule
 from ..recipe import Recipe
 from ..run.base.attach import attach, base_length
@@ -285,7 +285,7 @@ class AdaScaleMixin(_Base):
         return self.schedule.finished
 
     @property
-    def _adascale(self) -> AdaScale:
+    def _adascale(self) -> AdaScaleOptimizer:
         return parts_of(self.schedule)[0]
 
     # ---- a step ----------------------------------------------------------------------

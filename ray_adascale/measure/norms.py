@@ -28,9 +28,6 @@ MOST_HELD = 32 << 20
 _HALF = frozenset({torch.float16, torch.bfloat16})
 _NORMED = frozenset({torch.float32, torch.float64})
 _AT_ONCE = 4 * _BLOCK  # elements up to which a norm on a CPU is one call
-# elements above which, on a CPU, reading the reduced gradient costs more than waiting
-# for the others
-_SHARED = 1 << 20
 _vector_norm = torch.linalg.vector_norm
 
 
@@ -172,14 +169,6 @@ def finite_check(grads: Sequence[Tensor], device: torch.device) -> Tensor:
         take_norm(g) if g.is_sparse or g.dtype is torch.float16 else g for g in grads
     ]
     return torch.nn.utils.get_total_norm(norms).to(device, torch.float64).view(1)
-
-
-def worth_sharing(groups: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether workers that all hold the reduced gradient should each take the norm
-    of a share of it; equal on all workers.
-    """
-    params = [p for group in groups for p in group]
-    return all(p.is_cpu for p in params) and sum(p.numel() for p in params) >= _SHARED
 
 
 class GroupSums:

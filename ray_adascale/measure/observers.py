@@ -13,7 +13,6 @@ reduced in.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -32,7 +31,7 @@ from .autograd import (
     refuse_nested,
 )
 from .identity import Identity, project, total
-from .norms import GroupSums, SampleNorms, take_norm, take_norms, worth_sharing
+from .norms import GroupSums, SampleNorms, take_norm, take_norms
 
 
 class _RunningPass:
@@ -85,7 +84,7 @@ class PassListener(Protocol):
         reduced them.
         """
 
-    def complete(self, caller: str) -> None:
+    def ensure_summed(self, caller: str) -> None:
         """Take part in the sums over workers that end a step, when this worker makes no
         further pass in it.
 
@@ -124,14 +123,6 @@ class GradientObserver(ABC):
     sharded: bool = False
     """Whether each worker has its shards of the reduced gradient only. Else it has
     all of it, equal to the last bit.
-    """
-
-    norm_in_parts: bool = False
-    """Whether each worker takes a part of the reduced gradient's norm, as always of one
-    that is sharded. The parts are summed.
-
-    Else each takes all of it, which costs less than to wait for the others, and A may
-    travel while the last gradients do.
     """
 
     measures: bool = True
@@ -176,9 +167,9 @@ class GradientObserver(ABC):
         """
 
     @abstractmethod
-    def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
-        """Return this worker's share of ``‖ḡ‖²`` per group, float64 ``[groups]``;
-        the shares of all workers add up to it.
+    def reduced_sq_norms(self) -> Tensor:
+        """Return ``‖ḡ‖²`` per group, float64 ``[groups]``; where gradients are
+        sharded, of this worker's shards.
         """
 
     def find_unseen(self) -> Sequence[Tensor]:
@@ -273,17 +264,12 @@ class HookObserver(GradientObserver):
         self.samples = SampleNorms(self.groups, self.device)
         self._sums = GroupSums(len(self.groups), self.device)
         self._group_of = {p: g for g, params in enumerate(self.groups) for p in params}
-        self._shares: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
-        self._worth_sharing = worth_sharing(self.groups)
         self.hook_all()
         self.measure(self.measures)
 
     def measure(self, measures: bool) -> None:
         super().measure(measures)
         self._pass.measured = measures
-        # In a step that is not measured nothing else is to be sent, and to wait for the
-        # others takes longer than to read all.
-        self.norm_in_parts = self.sharded or (measures and self._worth_sharing)
 
     def ignore(self, ignored: bool) -> None:
         self._pass.ignored = ignored
@@ -507,12 +493,11 @@ class HookObserver(GradientObserver):
         return self.samples.sums_of_squares()
 
     @without_gradients
-    def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
-        if (rank, world_size) not in self._shares:
-            self._shares[rank, world_size] = self._share(rank, world_size)
+    def reduced_sq_norms(self) -> Tensor:
         precondition = self._precondition
-        share = self._shares[rank, world_size]
-        with_grads = [(g, p, p.grad) for g, p in share if p.grad is not None]
+        with_grads = [
+            (g, p, p.grad) for p, g in self._group_of.items() if p.grad is not None
+        ]
         if precondition is None:
             norms = take_norms([grad for _, _, grad in with_grads])
         else:
@@ -520,20 +505,6 @@ class HookObserver(GradientObserver):
         return self._sums(
             [(g, norm) for (g, _, _), norm in zip(with_grads, norms, strict=True)]
         )
-
-    def _share(self, rank: int, world_size: int) -> list[tuple[int, Tensor]]:
-        """Return (parameter group, parameter) of this worker's share of the reduced
-        norms, about 1/N of all elements.
-        """
-        params = [p for group in self.groups for p in group]
-        total = max(sum(p.numel() for p in params), 1)
-        ends = itertools.accumulate(p.numel() for p in params)
-        middles = [end - p.numel() / 2 for p, end in zip(params, ends, strict=True)]
-        return [
-            (self._group_of[p], p)
-            for p, middle in zip(params, middles, strict=True)
-            if int(middle * world_size / total) == rank
-        ]
 
     def detach(self) -> None:
         for handle in self.hooked.values():

@@ -4,10 +4,9 @@ the batch. ``algorithm`` has the algorithm.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -15,15 +14,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import _hooks
-from .._errors import check_count
 from .._torch import called_to_make_state, uncompiled, uncompiled_in_graphs
 from .._warn import warn_at_user
 from ..batch import StepPlan
-from ..gain import count_decay
 from ..sharding.kinds import sharding_of
 from .algorithm import AdaScaleAlgorithm
 from .current_step import CurrentStep
-from .next_state import AdaScaleState, Averaging, Smoothing
+from .next_state import AdaScaleState, Averaging
 from .rules import AdaScaleRule, ScalingRule
 from .sampling import MeasuredSteps
 from .saved_state import check_tensors, with_tensors, without_tensors
@@ -32,22 +29,7 @@ from .workers import Workers
 from .wrapper import OptimizerWrapper, check_parameters
 
 
-@dataclass(frozen=True)
-class CountDecay:
-    """FairScale's θ = max(1 − n/1000, 0), with n = workers × ``passes``. A shortened
-    step has the θ of a full one.
-
-    Attributes:
-        passes: Backward passes of a full step.
-    """
-
-    passes: int
-
-    def __call__(self, plan: StepPlan) -> float:
-        return count_decay(plan.workers * self.passes)
-
-
-class AdaScale(OptimizerWrapper):
+class AdaScaleOptimizer(OptimizerWrapper):
     """Wraps an SGD-like optimizer; ``step()`` uses ``lr · r`` with the gain r of the
     current gradients.
 
@@ -56,7 +38,7 @@ class AdaScale(OptimizerWrapper):
     optimizer steps so far on the clock of the base batch. Drive the schedule with it,
     and stop when it reaches the number of steps that the schedule was made for.
     Collective: the last backward pass of a step ends with one small all-reduce over
-    ``process_group``. Build AdaScale after ``init_process_group``.
+    ``process_group``. Build it after ``init_process_group``.
 
     In a step the host waits once for the device, to read r. A fused optimizer (``SGD``,
     ``Adam`` or ``AdamW`` with ``fused=True``, also in OSS; parameters on one device;
@@ -65,45 +47,29 @@ class AdaScale(OptimizerWrapper):
     Reading the last step (:attr:`last_step`, :meth:`gain`, :meth:`state_dict`, ...)
     waits for it; :attr:`last_step_known` and :attr:`known_effective_steps` don't.
 
+    ``Run`` and ``attach`` build it. In a loop of your own build
+    :class:`ray_adascale.AdaScale`, which has FairScale's arguments.
+
     Args:
-        optimizer: The optimizer to wrap. ``AdaScale(OSS(...))`` is the nesting with
-            sharded state.
+        optimizer: The optimizer to wrap.
+        averaging: How σ² and μ² are averaged.
+        sampling: Decides which steps are measured.
+        passes: Backward passes per optimizer step.
+        scale: S. Default: workers · ``passes``.
         world_size: Workers that share the batch. Default: the size of
             ``process_group``, else 1.
-        scale: S, global batch size / base batch size. Default: ``world_size ·
-            num_gradients_to_accumulate``.
-        smoothing: θ, the weight of the past in the averages; or a function of the
-            step's :class:`StepPlan`. Default:
-            ``max(1 − n/1000, 0)`` with n = world_size · num_gradients_to_accumulate.
-            Excludes ``averaging_window``.
-        num_gradients_to_accumulate: Backward passes per optimizer step.
-        is_scaled_loss: The loss is divided by ``num_gradients_to_accumulate`` before
-            each backward pass.
-        debias_ewma: Debiased moving average (FairScale's default), or, if False, the
-            paper's: a plain mean at first.
         process_group: Workers that reduce gradients together. Default: OSS's, or the
             default group, if there is one.
-        grad_scaler: The ``torch.amp.GradScaler`` that scales the loss, so that
-            statistics are of unscaled gradients.
-        variance_floor: Lower bound on each σ². 1e-6 gives FairScale's numbers; 0 makes
-            the gain independent of gradients' size.
-        clip: Where σ², μ² ≥ 0 is enforced: on each sample ("samples", as FairScale), or
-            on reading the unbiased "averages".
-        averaging_window: Average over effective time, with this share of
-            ``total_steps`` as the width, instead of over steps.
-        total_steps: T, effective steps in the run.
-        measure_every: k: one step in k is measured, after the first ones. Default: as
-            many as ``averaging_window`` needs, and all without it.
-        single_gain: One gain for all parameter groups, from their summed statistics
-            (the paper's form). Default: one a group.
-        base_batch_size: B0 in examples; with ``batch_size`` it gives the scale.
-        batch_size: B in examples, over all workers and passes.
+        to_mean: Divide the gradient, after the last pass, so that it is the mean over
+            the passes. False where the loop does so.
+        grad_scaler: Scales the loss.
+        single_gain: One gain for all parameter groups; else one a group.
+        total_steps: T; None if it is not known.
+        base_batch_size: B0 in examples; None if it is not known.
         rule: Maps a :class:`RuleInput` to (LR factor, clock increment). Default:
             AdaScale's (r, r).
-        precondition: Maps (parameter, gradient) to the tensor that norms are taken of,
-            for another metric than the Euclidean.
-        model: The model. Needed for ``fully_shard``, and for a communication hook of
-            DDP.
+        precondition: Maps (parameter, gradient) to the tensor that norms are taken of.
+        model: The model.
 
     Raises:
         ValueError: An argument is out of its range, the optimizer is wrapped already,
@@ -129,23 +95,18 @@ class AdaScale(OptimizerWrapper):
     def __init__(
         self,
         optimizer: Optimizer,
-        world_size: int | None = None,
-        scale: float | None = None,
-        smoothing: Smoothing | None = None,
-        num_gradients_to_accumulate: int = 1,
-        is_scaled_loss: bool = True,
-        debias_ewma: bool = True,
+        averaging: Averaging,
+        sampling: MeasuredSteps,
         *,
+        passes: int = 1,
+        scale: float | None = None,
+        world_size: int | None = None,
         process_group: dist.ProcessGroup | None = None,
+        to_mean: bool = True,
         grad_scaler: torch.amp.GradScaler | None = None,
-        variance_floor: float = 0.0,
-        clip: Literal["samples", "averages"] = "samples",
-        averaging_window: float | None = None,
-        total_steps: float | None = None,
-        measure_every: int | None = None,
         single_gain: bool = False,
+        total_steps: float | None = None,
         base_batch_size: float | None = None,
-        batch_size: float | None = None,
         rule: ScalingRule | None = None,
         precondition: Callable[[Tensor, Tensor], Tensor] | None = None,
         model: torch.nn.Module | None = None,
@@ -154,38 +115,17 @@ class AdaScale(OptimizerWrapper):
         if model is not None:
             check_parameters(model, optimizer, alone=False)
             self._models = list(model.parameters())
-        check_averaging(clip, smoothing, averaging_window, total_steps, variance_floor)
-        passes = check_count("num_gradients_to_accumulate", num_gradients_to_accumulate)
-        if base_batch_size is not None or batch_size is not None:
-            if scale is not None or not base_batch_size or not batch_size:
-                raise ValueError(
-                    f"Give scale, or both of {base_batch_size=} and {batch_size=}."
-                )
-            scale = batch_size / base_batch_size
         sharding = sharding_of(optimizer, model)
-        workers = Workers(
-            world_size, sharding.state.group if process_group is None else process_group
-        )
-        if averaging_window is None:
-            window = None
-        else:
-            window = averaging_window * (total_steps or 1)
-        sampling = MeasuredSteps(window, measure_every)
+        group = sharding.state.group if process_group is None else process_group
+        workers = Workers(world_size, group)
         self._single_gain = single_gain
         self._current = CurrentStep(
             sharding,
             sampling,
             workers,
             grad_scaler=grad_scaler,
-            to_mean=is_scaled_loss,
+            to_mean=to_mean,
             precondition=precondition,
-        )
-        averaging = Averaging(
-            smoothing=CountDecay(passes) if smoothing is None else smoothing,
-            window=window,
-            debias=debias_ewma,
-            clip_samples=clip == "samples",
-            variance_floor=variance_floor,
         )
         num_gains = 1 if single_gain else len(optimizer.param_groups)
         self._algorithm = AdaScaleAlgorithm(
@@ -197,13 +137,11 @@ class AdaScale(OptimizerWrapper):
             total_steps=total_steps,
             base_batch_size=base_batch_size,
         )
-        scale = workers.count * passes if scale is None else scale
-        divisor = None if is_scaled_loss else 1
-        self._current.declare(
-            StepPlan(
-                workers=workers.count, passes=passes, loss_divisor=divisor
-            ).at_scale(scale)
-        )
+        divisor = None if to_mean else 1
+        plan = StepPlan(workers=workers.count, passes=passes, loss_divisor=divisor)
+        if scale is None:
+            scale = workers.count * passes
+        self._current.declare(plan.at_scale(scale))
 
     def __repr__(self) -> str:
         return (
@@ -267,7 +205,7 @@ class AdaScale(OptimizerWrapper):
     @uncompiled_in_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients and the passes of an unfinished or skipped step."""
-        self._current.begin_step()
+        self._current.discard_passes()
         self._optimizer.zero_grad(set_to_none=set_to_none)
 
     @uncompiled
@@ -323,14 +261,14 @@ class AdaScale(OptimizerWrapper):
                 "afresh."
             )
             self._algorithm.restart()
-        self._current.begin_step()
+        self._current.discard_passes()
         _hooks.after_load(self)
 
     def __getstate__(self) -> dict[str, Any]:
         self._algorithm.synchronize()
         return super().__getstate__()
 
-    # ---- FairScale's interface -------------------------------------------------------
+    # ---- the gain --------------------------------------------------------------------
 
     @uncompiled
     def gain(self, pg_idx: int | None = None) -> float:
@@ -357,43 +295,6 @@ class AdaScale(OptimizerWrapper):
     def scale(self) -> float:
         """S, global batch size / base batch size."""
         return self.plan.scale
-
-    @property
-    def smoothing(self) -> float:
-        """θ of the moving average over steps."""
-        return self._algorithm.averaging.theta(self.plan)
-
-    def set_scale(self, scale: float, update_estimate: bool = True) -> None:
-        """Change S between steps. The averages stay: σ² is per base batch.
-        ``update_estimate`` is for FairScale's sake only.
-        """
-        self._require_boundary("set_scale")
-        self.set_plan(self._current.declared.at_scale(scale))
-
-    @uncompiled
-    def set_num_gradients_to_accumulate(
-        self, num_gradients_to_accumulate: int, update_smoothing: bool = True
-    ) -> None:
-        """Change the backward passes per step, and θ to max(1 − n/1000, 0)."""
-        passes = check_count("num_gradients_to_accumulate", num_gradients_to_accumulate)
-        self._require_boundary("set_num_gradients_to_accumulate")
-        self.set_plan(replace(self._current.declared, passes=passes))
-        if update_smoothing:
-            self._algorithm.averaging = replace(
-                self._algorithm.averaging, smoothing=CountDecay(passes)
-            )
-
-    @uncompiled
-    def scale_grad_by_num_grads_to_accum(self) -> None:
-        """Divide the accumulated gradients by the number of passes, where the loss
-        was not (``is_scaled_loss=False``).
-        """
-        if self._current.declared.loss_divisor is None:
-            raise RuntimeError(
-                "is_scaled_loss=True says that the loss was divided already."
-            )
-        with self._current.changing():
-            self._current.divide_to_mean(self.plan)
 
     @uncompiled
     def unhook(self) -> None:
@@ -621,7 +522,7 @@ class AdaScale(OptimizerWrapper):
             ValueError: The wrapped optimizer is no OSS, and there is a filter or a
                 process group.
         """
-        self._current.complete("clip_grad_norm")
+        self._current.ensure_summed("clip_grad_norm")
         with self._current.changing():
             return self._current.sharding.clip_norm(
                 self._params,
@@ -636,7 +537,7 @@ class AdaScale(OptimizerWrapper):
         """Clip each element of the gradient of the next step, as
         :meth:`clip_grad_norm` clips its norm. The gain stays.
         """
-        self._current.complete("clip_grad_value")
+        self._current.ensure_summed("clip_grad_value")
         with self._current.changing():
             self._current.sharding.clip_value(self._params, clip_value)
 
@@ -649,40 +550,3 @@ class AdaScale(OptimizerWrapper):
                 "unfinished step would be lost. Call it at a step boundary, after "
                 "step() (or zero_grad()) and before the next backward pass."
             )
-
-
-def check_averaging(
-    clip: str,
-    smoothing: Smoothing | None,
-    window: float | None,
-    total_steps: float | None,
-    variance_floor: float,
-) -> None:
-    """Check the arguments of :class:`ray_adascale.AdaScale` that concern the averages.
-
-    Raises:
-        ValueError: An argument is out of its range, or contradicts another.
-    """
-    if clip not in ("samples", "averages"):
-        raise ValueError(f"Invalid {clip=}. Must be 'samples' or 'averages'.")
-    if window is not None and (smoothing is not None or total_steps is None):
-        raise ValueError(
-            f"averaging_window={window} needs total_steps, and excludes smoothing (got "
-            f"{smoothing=})."
-        )
-    if (
-        window is not None
-        and total_steps is not None
-        and not (0 < window < math.inf and 0 < total_steps < math.inf)
-    ):
-        raise ValueError(
-            f"Invalid averaging_window={window}, {total_steps=}. Both must be positive "
-            "and finite."
-        )
-    if smoothing is not None and not callable(smoothing) and not 0 <= smoothing < 1:
-        raise ValueError(f"Invalid {smoothing=}. Must be in [0, 1).")
-    if not 0 <= variance_floor < math.inf:
-        raise ValueError(
-            f"Invalid {variance_floor=}. Must be a number ≥ 0, the lower bound on each "
-            "σ²; 0 for none."
-        )

@@ -164,7 +164,7 @@ class AdaScaleAlgorithm:
             RuntimeError: Backward passes are missing, or there were too many.
         """
         self.synchronize()  # read the step before, which this one goes on from
-        sums = self._current.finish()
+        sums = self._current.summed()
         self._plan = sums.plan
         self._declared = self._current.declared
         if self._on_device(sums):
@@ -308,7 +308,7 @@ class AdaScaleAlgorithm:
             RuntimeError: Backward passes are missing, or there were too many.
         """
         self.synchronize()
-        sums = self._current.finish()
+        sums = self._current.summed()
         estimated = self._estimate(sums, on_host=not self._on_device(sums))
         self._leave_out(self._read(estimated, HostCopy(estimated.numbers).read()))
         self._end_step()
@@ -319,13 +319,18 @@ class AdaScaleAlgorithm:
 
     def _skip(self, shared: Mapping[str, float]) -> None:
         self.state = skipped(self.state, shared)
-        if self.state.skips > MOST_SKIPPED:
-            raise FloatingPointError(
-                f"The gradient was not finite in {self.state.skips} optimizer steps in "
-                "a row, so effective_steps stays at "
-                f"{self.state.last.effective_steps:.1f}. Lower the learning rate, clip "
-                "gradients, or check the data."
-            )
+        last = self.state.last
+        if last.skips < MOST_SKIPPED:
+            return
+        end = ""
+        if self._total_steps is not None:
+            end = f" of {self._total_steps:g}"
+        raise FloatingPointError(
+            f"The gradient was not finite in {last.skips} optimizer steps in a row, so "
+            f"effective_steps stays at {last.effective_steps:.1f}{end}. These steps "
+            "left the weights as they were. Lower the learning rate (search for a "
+            "recipe with a lower one), clip gradients, or check the data."
+        )
 
     # ---- what becomes of a step ------------------------------------------------------
 

@@ -2,7 +2,7 @@
 them, and their sums over the workers.
 
 Two kinds of loops drive a :class:`CurrentStep`. ``Run`` tells of its passes:
-:meth:`~CurrentStep.begin`, the backward pass, :meth:`~CurrentStep.end`. A loop of the
+:meth:`~CurrentStep.begin_pass`, the backward pass, :meth:`~CurrentStep.end_pass`. A loop of the
 user's tells nothing: autograd shows where passes begin and end, and they are counted
 and checked here.
 """
@@ -60,7 +60,7 @@ class Progress:
             has ended it.
         local_ended: Whether the pass has ended on this worker; reduced gradients may be
             on their way.
-        last: The step's plan, once its last pass has begun.
+        last_plan: The step's plan, once its last pass has begun.
         measured: Whether the pass is measured.
         norms: ‖g_i‖² of each pass on this worker, as measured.
         final: The gradients that the step was summed with.
@@ -73,7 +73,7 @@ class Progress:
     under_way: bool = False
     passing: bool = False
     local_ended: bool = False
-    last: StepPlan | None = None
+    last_plan: StepPlan | None = None
     measured: bool = False
     norms: list[Tensor] = field(default_factory=list)
     final: Versions | None = None
@@ -97,7 +97,7 @@ class CurrentStep:
 
     Attributes:
         declared: Plan of a full step.
-        current: The step's plan, as known so far.
+        planned: The step's plan, as known so far.
         ended: Steps that have ended, with those that were left out.
         unsampled: Measured steps in a row, up to now, that have yielded no sample. The
             next step is then measured too.
@@ -177,7 +177,7 @@ class CurrentStep:
         """Plan of the step under way, as known so far; between steps, the plan of a
         full step.
         """
-        return self.step.last or self.current
+        return self.step.last_plan or self.planned
 
     @property
     def lacks_samples(self) -> bool:
@@ -190,13 +190,13 @@ class CurrentStep:
     def is_last(self) -> bool:
         """Whether the backward pass that has ended last is the last one of its step."""
         return self.plan.passes == 1 or (
-            self.step.under_way and self.step.last is not None
+            self.step.under_way and self.step.last_plan is not None
         )
 
     @property
     def accumulating(self) -> bool:
         """Whether there was a backward pass, and the step's last is yet to come."""
-        return self.step.under_way and self.step.last is None
+        return self.step.under_way and self.step.last_plan is None
 
     def told(self, told: bool) -> None:
         """Leave it to the loop to tell of its passes, or infer them again. At a step
@@ -218,14 +218,14 @@ class CurrentStep:
         """Continue after a number of steps that have ended, and measured ones
         without a sample. At a step boundary.
         """
-        self.begin_step()
+        self.discard_passes()
         self._next(ended, unsampled)
         self._watch()
 
     def _next(self, ended: int, unsampled: int) -> None:
         self.ended = ended
         self.unsampled = unsampled
-        self.current = self.declared
+        self.planned = self.declared
         self.measured = unsampled > 0 or self._sampling.measures(ended, self.declared)
 
     # ---- the observer ----------------------------------------------------------------
@@ -336,7 +336,9 @@ class CurrentStep:
             ValueError: A weight is negative or not finite.
         """
         late = (
-            weights is not None and self.step.last is not None and not self.step.passing
+            weights is not None
+            and self.step.last_plan is not None
+            and not self.step.passing
         )
         if late and any(p.grad is not None for p in self.params):
             raise RuntimeError(
@@ -347,7 +349,7 @@ class CurrentStep:
 
     # ---- the passes ------------------------------------------------------------------
 
-    def begin_step(self) -> None:
+    def discard_passes(self) -> None:
         """Clear the passes since the last step."""
         if self._told and self.accumulating:
             raise RuntimeError(CLEARED[True])
@@ -361,7 +363,7 @@ class CurrentStep:
         """Forget the passes up to now."""
         if self.step.under_way:
             # else it is of a step yet to begin: gradients may be cleared before it
-            self.current = self.declared
+            self.planned = self.declared
         self._forget()
 
     def _forget(self) -> None:
@@ -402,7 +404,7 @@ class CurrentStep:
                 self.step.numbers.update(self._shared)
                 self._start()
 
-    def begin(self, last: StepPlan | None) -> None:
+    def begin_pass(self, last: StepPlan | None) -> None:
         """Begin a pass, before or at its first gradient.
 
         Args:
@@ -419,7 +421,7 @@ class CurrentStep:
                     self._known.check(self.sharding.optimizer.param_groups)
                     raise RuntimeError(fault)
         step.under_way = step.passing = True
-        step.last = last
+        step.last_plan = last
         step.local_ended = False
 
     @without_gradients
@@ -430,7 +432,7 @@ class CurrentStep:
         if self._told:
             if not self.step.passing:
                 raise RuntimeError(FOREIGN_PASS)
-            return self.step.last is not None
+            return self.step.last_plan is not None
         return self.inferred.begin(self, observer)
 
     @without_gradients
@@ -444,25 +446,25 @@ class CurrentStep:
         if not step.passing or step.local_ended:
             return
         step.local_ended = True
-        if step.measured and (step.last is None or step.last.num_samples > 1):
+        if step.measured and (step.last_plan is None or step.last_plan.num_samples > 1):
             step.norms.append(observer.local_sq_norms())
-        if step.last is not None and not observer.norm_in_parts and not step.sent:
+        if step.last_plan is not None and not observer.sharded and not step.sent:
             # Only A is still in parts. Sent now, it travels behind the last gradients,
             # which are awaited anyway.
-            self._send({}, step.last, seen=True)
+            self._send({}, step.last_plan, seen=True)
 
     def on_reduced(self, observer: GradientObserver) -> None:
         if not self._told:
-            self.end()
+            self.end_pass()
 
-    def end(self) -> None:
+    def end_pass(self) -> None:
         """End the pass. Collective, if it is the step's last."""
         step = self.step
         if self.observer is not None:
             if step.measured and not step.local_ended:
                 step.norms.append(self._no_norms())
-            if step.last is not None:
-                self._finish(step.last)
+            if step.last_plan is not None:
+                self._sum_own(step.last_plan)
             elif self._told or self._measured_steps:
                 # A loop that does not tell: not in its first step, where DDP may
                 # rebuild its buckets.
@@ -473,7 +475,7 @@ class CurrentStep:
 
     # ---- the end of a step -----------------------------------------------------------
 
-    def complete(self, caller: str = "step", *, scaled: bool = False) -> None:
+    def ensure_summed(self, caller: str = "step", *, scaled: bool = False) -> None:
         """Take part in the reduction that is still under way on other workers, if there
         is one: no further pass comes.
 
@@ -507,33 +509,33 @@ class CurrentStep:
         if not self.measured:
             if lacks_passes:
                 raise self.inferred.too_early(self, caller)
-            self._finish(self.plan, scaled=scaled)
+            self._sum_own(self.plan, scaled=scaled)
         elif self.workers.reduce:
             # A backward pass reached no parameter here: a sample of zero. The others
             # are in the reduction already.
-            if not self._join(self.plan):
+            if not self._sum_as_absent(self.plan):
                 # no worker has seen all passes, so that was not the reason
                 raise self.inferred.too_early(self, caller)
         elif lacks_passes:
             raise self.inferred.too_early(self, caller)
 
-    def finish(self) -> StepSums:
-        """Return the sums of the step, once it is :meth:`complete`."""
+    def summed(self) -> StepSums:
+        """Return the sums of the step, once it is :meth:`ensure_summed`."""
         self._known.check(self.sharding.optimizer.param_groups)
-        self.complete()
+        self.ensure_summed()
         if self.step.sums is None:
             return self._unobserved(self.plan)
         return self._looked_at_again(self.step.sums)
 
     @without_gradients
-    def _finish(self, plan: StepPlan, *, scaled: bool = True) -> None:
+    def _sum_own(self, plan: StepPlan, *, scaled: bool = True) -> None:
         """Sum the step's numbers over the workers, once its last pass has ended.
         Collective.
         """
-        self._complete(self._gather(plan, seen=True, scaled=scaled))
+        self._store_sums(self._gather(plan, seen=True, scaled=scaled))
 
     @without_gradients
-    def _join(self, plan: StepPlan) -> bool:
+    def _sum_as_absent(self, plan: StepPlan) -> bool:
         """End a step whose last pass this worker has not seen: the others may wait for
         its part. Collective.
 
@@ -548,10 +550,10 @@ class CurrentStep:
             self.step.sent = False
             self.step.travelling = None
             return False
-        self._complete(sums)
+        self._store_sums(sums)
         return True
 
-    def _complete(self, sums: StepSums) -> None:
+    def _store_sums(self, sums: StepSums) -> None:
         self.step.sums = sums
         if self._to_mean:
             self.divide_to_mean(sums.plan)
@@ -688,27 +690,20 @@ class CurrentStep:
         observer = self.observer
         assert observer is not None
         own: dict[str, Tensor] = {}
-        if observer.norm_in_parts:
-            rank = 0
-            workers = 1
-            if self.workers.reduce:
-                rank = dist.get_rank(self.workers.group)
-                workers = self.workers.count
-            parts = {"c": observer.reduced_sq_norms(rank, workers)}
-            if self._checked and observer.sharded:
+        if observer.sharded:
+            parts = {"c": observer.reduced_sq_norms()}
+            if self._checked:
                 parts["reduced"] = observer.reduced_product().to(self.device)
             self._send(parts, plan, seen=seen)
         else:
             # Equal to the last bit on all workers, as their weights are: each takes C
             # from its own copy.
-            own["c"] = observer.reduced_sq_norms(0, 1)
+            own["c"] = observer.reduced_sq_norms()
             if not self.step.sent:
                 self._send({}, plan, seen=seen)
         numbers, packed = self._wait()
         if self.workers.reduce:
             self.replicated = own.get("c")
-            if self.replicated is None and not observer.sharded:
-                self.replicated = self._smallest_norm()
         if self._checked and not observer.sharded:
             own["reduced"] = observer.reduced_product().to(self.device).view(1)
         if scaled and self._grad_scaler is not None and self.scales_loss:
@@ -727,15 +722,6 @@ class CurrentStep:
             weighted="weights" in numbers and self.weights is not None,
             shared_names=tuple(self._shared),
         )
-
-    def _smallest_norm(self) -> Tensor | None:
-        """Return the norm of the smallest gradient, which stands for all: of those
-        each worker takes its share only.
-        """
-        grads = [p.grad for p in self.params if p.grad is not None]
-        if not grads:
-            return None
-        return take_norm(min(grads, key=Tensor.numel)).double().view(1)
 
     def _unobserved(self, plan: StepPlan) -> StepSums:
         """Return the sums of a step that no observer has seen: there is none at n =
@@ -805,7 +791,7 @@ class InferredPasses:
 
         Args:
             current: The step under way.
-            passes: As in :meth:`AdaScale.expect_passes`, also the next two.
+            passes: As in :meth:`AdaScaleOptimizer.expect_passes`, also the next two.
             scale: S of the step.
             loss_divided_by: Number that the loss of each pass is divided by.
 
@@ -836,11 +822,11 @@ class InferredPasses:
             )
         plan = declared.shortened(passes, scale, loss_divided_by)
         if current.step.sums is not None:
-            current.begin_step()  # of a step that was never taken
+            current.discard_passes()  # of a step that was never taken
         self._announced = None
         if current.step.passing:
             self._announced = plan
-        current.current = plan
+        current.planned = plan
 
     def begin(self, current: CurrentStep, observer: GradientObserver) -> bool:
         """Begin a pass at its first gradient; return whether it is the step's last."""
@@ -854,11 +840,11 @@ class InferredPasses:
             self._begin_after_an_exception(current, observer)
         number = self.made + 1
         last = None
-        if number >= current.current.passes:
-            last = current.current
+        if number >= current.planned.passes:
+            last = current.planned
         elif self.step_end is not None:
             last = self.step_end(number)
-        current.begin(last)
+        current.begin_pass(last)
         return last is not None
 
     def _look_at_the_step_before(
@@ -889,7 +875,7 @@ class InferredPasses:
             self._fault = "broken"
             return
         current.clear()
-        current.current = current.declared if announced is None else announced
+        current.planned = current.declared if announced is None else announced
 
     def check(self, current: CurrentStep) -> None:
         """Check that the gradients are those of a step.

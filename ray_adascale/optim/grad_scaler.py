@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..sharding.kinds import sharding_of
 from ..sharding.kinds.sharding import Sharding
-from .adascale import AdaScale
+from .adascale import AdaScaleOptimizer
 
 
 class _Target:
@@ -49,7 +49,7 @@ class _Target:
 
 
 def _sharding(optimizer: Optimizer) -> Sharding:
-    if isinstance(optimizer, AdaScale):
+    if isinstance(optimizer, AdaScaleOptimizer):
         return optimizer.current.sharding
     return sharding_of(optimizer)
 
@@ -115,7 +115,7 @@ class ShardedGradScaler(_FSDPGradScaler):
             return super().step(optimizer, *args, **kwargs)
         target.stepped = False
         result = super().step(target, *args, **kwargs)
-        if isinstance(optimizer, AdaScale) and not target.stepped:
+        if isinstance(optimizer, AdaScaleOptimizer) and not target.stepped:
             optimizer.skip_step()
         if not target.stepped:
             # else the next pass would add to those of the overflow
@@ -126,7 +126,7 @@ class ShardedGradScaler(_FSDPGradScaler):
         """Return the object that torch's scaler works on: the optimizer, or its
         share of the gradients, once they are summed. Collective.
         """
-        adascale = isinstance(optimizer, AdaScale)
+        adascale = isinstance(optimizer, AdaScaleOptimizer)
         if not adascale and (
             not isinstance(optimizer, Optimizer) or sharding_of(optimizer).in_place
         ):
@@ -134,7 +134,7 @@ class ShardedGradScaler(_FSDPGradScaler):
         # If no backward pass reached a parameter here, the other workers are in these
         # reductions. The scaler's own all-reduce comes after them.
         if adascale:
-            optimizer.current.complete(scaled=True)
+            optimizer.current.ensure_summed(scaled=True)
         _sharding(optimizer).join()
         if optimizer not in self._targets:
             self._targets[optimizer] = _Target(optimizer)

@@ -30,7 +30,7 @@ from .step_sums import Numbers, StepResult, StepSums, constant
 
 _NO_SAMPLE = (math.nan, math.nan)
 MOST_SKIPPED = 50
-"""Most steps in a row that may be skipped."""
+"""Steps in a row that may not be skipped."""
 
 
 _FLOORS: dict[tuple[float, torch.device], Tensor] = {}  # to make a tensor is a launch
@@ -44,20 +44,20 @@ class Averaging:
     """Settings of the moving averages of σ² and μ².
 
     Attributes:
-        smoothing: θ of a moving average over steps.
         window: Width of averages over effective time, in effective steps; None for
             averages over steps.
-        debias: Debiased moving average, else the paper's.
+        smoothing: θ of averages over steps.
+        debias: Debiased averages over steps, else the paper's.
         clip_samples: Enforce σ², μ² ≥ 0 on each sample, and not only on the averages
             when they are read.
         variance_floor: Lower bound on σ².
     """
 
-    smoothing: Smoothing
-    window: float | None
-    debias: bool
-    clip_samples: bool
-    variance_floor: float
+    window: float | None = None
+    smoothing: Smoothing = 0.0
+    debias: bool = True
+    clip_samples: bool = False
+    variance_floor: float = 0.0
 
     def theta(self, plan: StepPlan) -> float:
         """Return θ of the moving average over steps, for a step of this plan."""
@@ -118,14 +118,12 @@ class AdaScaleState:
         last: The last step, with τ and the number of steps after it.
         since_sample: Effective steps since the last sample; before the first one 1.
         non_negative: Whether σ̄² ≥ the floor and μ̄² ≥ 0, because each sample was so.
-        skips: Steps in a row, up to now, that were skipped in this process.
     """
 
     averages: Average
     last: StepResult = field(default_factory=StepResult)
     since_sample: float = 1.0
     non_negative: bool = False
-    skips: int = 0
 
     @classmethod
     def empty(
@@ -266,7 +264,7 @@ def result(
     estimated: Estimate, numbers: Mapping[str, list[float]], gains: StepResult
 ) -> StepResult:
     """Return the step on the host. :func:`next_state` adds τ, the LR factor and the
-    number of steps.
+    number of steps, :func:`skipped` the skipped steps before it.
 
     Args:
         estimated: The step's estimate.
@@ -282,7 +280,7 @@ def result(
         sigma2=sigma2,
         mu2=mu2,
         squared_norm=squared_norm,
-        skipped=not math.isfinite(check),
+        skips=0 if math.isfinite(check) else 1,
         identity=numbers["identity"][0] if "identity" in numbers else 0.0,
         shared={name: numbers[name][0] for name in estimated.sums.shared_names},
     )
@@ -356,7 +354,7 @@ def next_state(
         step, effective_steps=tau, steps=state.last.steps + 1, lr_factor=lr_factor
     )
     since_sample = increment if sampled else increment + state.since_sample
-    return AdaScaleState(averages, last, since_sample, state.non_negative, skips=0)
+    return AdaScaleState(averages, last, since_sample, state.non_negative)
 
 
 def skipped(state: AdaScaleState, shared: Mapping[str, float]) -> AdaScaleState:
@@ -366,8 +364,5 @@ def skipped(state: AdaScaleState, shared: Mapping[str, float]) -> AdaScaleState:
         state: Before the step.
         shared: What a caller has shared in the step.
     """
-    return replace(
-        state,
-        last=replace(state.last, skipped=True, shared=shared),
-        skips=state.skips + 1,
-    )
+    last = replace(state.last, skips=state.last.skips + 1, shared=shared)
+    return replace(state, last=last)

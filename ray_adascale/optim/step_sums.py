@@ -101,9 +101,8 @@ def mean_sq_norm(
         w = 1 / n if weights is None else weights[i]
         if w == 0:
             continue
-        # The loss, and so the gradient, carried the factor c = n·w_i / divisor: w_i
-        # ‖g_i‖² = w_i/c² · ‖c·g_i‖².
-        c = n * w / (plan.loss_divisor or plan.passes)
+        # The gradient carried the factor of its loss: w_i ‖g_i‖² = w_i/c² · ‖c·g_i‖².
+        c = plan.loss_factor(w)
         parts.append(measured * (w / c**2))
     if not parts:
         return torch.zeros_like(norms[0])
@@ -326,8 +325,9 @@ class StepResult:
         group_sigma2: Averaged σ² of each gain's group, unclipped; NaN before the first
             sample.
         group_mu2: Averaged μ² likewise.
-        skipped: Whether the step was left out because a gradient was not finite. The
-            shared numbers are of this step even so.
+        skips: Steps in a row, up to this one, that were left out because a gradient
+            was not finite; 0 if this one was taken. The shared numbers are of this step
+            even so.
         identity: Difference between Σ w_i⟨g_i, v⟩ and ⟨ḡ, v⟩ over √A; 0 where the step
             was not checked.
         shared: The numbers that a caller has shared in this step, summed over workers,
@@ -341,12 +341,17 @@ class StepResult:
     mu2: float = math.nan
     squared_norm: float = math.nan
     lr_factor: float = 1.0
-    skipped: bool = False
+    skips: int = 0
     identity: float = 0.0
     shared: Mapping[str, float] = field(default_factory=dict)
     group_gains: Sequence[float] = ()
     group_sigma2: Sequence[float] = ()
     group_mu2: Sequence[float] = ()
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the step was left out because a gradient was not finite."""
+        return self.skips > 0
 
     def total_moments(self) -> tuple[float, float]:
         """Return the averaged (σ², μ²), each group's clipped to non-negative, summed;

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from .._torch import called_to_make_state
 from .._warn import warn_on_first_worker
 from ..batch import StepPlan
-from .adascale import AdaScale
+from .adascale import AdaScaleOptimizer
 from .schedule import BaseSchedule, EffectiveSchedule, SchedulerUnit, dry_copy
 
 _REACHED: list[list[float]] = []
@@ -80,7 +80,7 @@ class TauSchedule(LRScheduler):
 
     def __init__(
         self,
-        optimizer: AdaScale,
+        optimizer: AdaScaleOptimizer,
         scheduler: Any,
         unit: SchedulerUnit | None = None,
         *,
@@ -88,7 +88,7 @@ class TauSchedule(LRScheduler):
         total_steps: float | None = None,
         base_batch_size: int | None = None,
     ) -> None:
-        if not isinstance(optimizer, AdaScale):
+        if not isinstance(optimizer, AdaScaleOptimizer):
             raise ValueError(
                 f"Invalid optimizer of type {type(optimizer).__name__}. Must be the "
                 "AdaScale with the effective steps: AdaScale(optimizer, ...), or the "
@@ -155,8 +155,8 @@ class TauSchedule(LRScheduler):
         optimizer.register_load_state_dict_post_hook(loaded)
 
     @property
-    def _adascale(self) -> AdaScale:
-        assert isinstance(self.optimizer, AdaScale)
+    def _adascale(self) -> AdaScaleOptimizer:
+        assert isinstance(self.optimizer, AdaScaleOptimizer)
         return self.optimizer
 
     @property

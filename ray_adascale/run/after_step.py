@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from ..optim.adascale import AdaScale
+from ..optim.adascale import AdaScaleOptimizer
 from ..optim.step_sums import StepResult
 
 
@@ -25,7 +25,7 @@ class AfterStep:
         self._module = module
         self._gives_gain = _takes_gain(function)
 
-    def __call__(self, optimizer: AdaScale, before: StepResult) -> None:
+    def __call__(self, optimizer: AdaScaleOptimizer, before: StepResult) -> None:
         """Call the function after a step.
 
         Args:

@@ -46,6 +46,7 @@ from .build import (
     set_batch,
     wrap,
 )
+from .build_warnings import class_name, warn_of_modes, warn_of_state_dict_hooks
 from .clipping import Clipping
 from .guards.each_step import EqualLosses, OnlyRunsBackward, ScheduledRates, TrainMode
 from .guards.first_steps import (
@@ -55,12 +56,7 @@ from .guards.first_steps import (
     ZeroGradient,
 )
 from .guards.guard import Guard, Guards
-from .observe.advice import (
-    NoiseWarning,
-    class_name,
-    warn_of_modes,
-    warn_of_state_dict_hooks,
-)
+from .observe.advice import NoiseWarning
 from .observe.eta import EtaTracker, forecast_run
 from .observe.metrics import BASE, METRICS, NORM_BATCH
 from .observe.step import Listener

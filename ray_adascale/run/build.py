@@ -23,9 +23,11 @@ from ..checkpoint.optimizer import parameter_names
 from ..config import AdaScaleConfig
 from ..data.source import BatchSource
 from ..optim.adam_metric import adam_preconditioner
-from ..optim.adascale import AdaScale
+from ..optim.adascale import AdaScaleOptimizer
 from ..optim.curves import curve_difference
+from ..optim.next_state import Averaging
 from ..optim.rules import betas_of, chosen_rule, make_rule, metric_of, name_of
+from ..optim.sampling import MeasuredSteps
 from ..optim.schedule import BaseSchedule, LRCurves
 from ..optim.wrapper import check_parameters, check_wrappable
 from ..recipe import Recipe
@@ -36,7 +38,7 @@ from ..sharding.oss import OSS, TIE
 from ..sharding.partition import has_state
 from ..sharding.shared_memory import shared_with_parameters
 from ..workload import RunInputs
-from .observe.advice import warn_of_optimizer, warn_of_schedule, warn_of_step_hooks
+from .build_warnings import warn_of_optimizer, warn_of_schedule, warn_of_step_hooks
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Wrapped:
     """
 
     model: nn.Module
-    optimizer: AdaScale
+    optimizer: AdaScaleOptimizer
     parameter_names: dict[Tensor, str]
     scaler: torch.amp.GradScaler | None
     sharding: Sharding
@@ -294,7 +296,7 @@ def wrap(
 
 
 def set_batch(
-    plan: StepPlan, optimizer: AdaScale, source: BatchSource, rank: int
+    plan: StepPlan, optimizer: AdaScaleOptimizer, source: BatchSource, rank: int
 ) -> None:
     """Use this batch from the next step on. At a step boundary, on all workers."""
     optimizer.set_plan(plan)
@@ -309,28 +311,29 @@ def adascale_of(
     total_steps: int,
     grad_scaler: torch.amp.GradScaler | None,
     model: nn.Module | None = None,
-) -> AdaScale:
+) -> AdaScaleOptimizer:
     """Return the AdaScale of a run: one gain for all parameter groups, with averages
     over effective time.
     """
     rule = make_rule(config.rule)
-    return AdaScale(
+    precondition = None
+    if metric_of(rule) == "adam":
+        precondition = adam_preconditioner(optimizer)
+    window = config.averaging_window * total_steps
+    return AdaScaleOptimizer(
         optimizer,
-        model=model,
+        Averaging(window=window),
+        MeasuredSteps(window, config.measure_every),
+        passes=plan.passes,
+        scale=plan.scale,
         world_size=plan.workers,
-        num_gradients_to_accumulate=plan.passes,
         grad_scaler=grad_scaler,
-        clip="averages",
-        averaging_window=config.averaging_window,
-        total_steps=total_steps,
-        measure_every=config.measure_every,
         single_gain=True,
+        total_steps=total_steps,
         base_batch_size=plan.base_batch_size,
-        batch_size=plan.global_batch_size,
         rule=rule,
-        precondition=adam_preconditioner(optimizer)
-        if metric_of(rule) == "adam"
-        else None,
+        precondition=precondition,
+        model=model,
     )
 
 

@@ -12,7 +12,7 @@ from .._errors import SettingError, clip_multiple
 from ..batch import StepPlan
 from ..config import AdaScaleConfig
 from ..gain import plain_effective_decay
-from ..optim.adascale import AdaScale
+from ..optim.adascale import AdaScaleOptimizer
 from ..optim.rules import make_rule, metric_of
 from ..optim.step_sums import StepResult
 from ..recipe import Recipe
@@ -147,7 +147,7 @@ class Clipping:
 
     def clip(
         self,
-        optimizer: AdaScale,
+        optimizer: AdaScaleOptimizer,
         plan: StepPlan,
         moments: Callable[[], tuple[float, float]],
     ) -> None:

@@ -186,11 +186,7 @@ class Run:
         if inputs.after_step is not None:
             self._after_step = AfterStep(inputs.after_step, self.module)
         self._skipped = SkippedSteps(
-            self.module,
-            own.loop,
-            parts.passes.scaler,
-            total_steps=self.total_steps,
-            by_recipe=recipe is not None,
+            self.module, parts.passes.scaler, by_recipe=recipe is not None
         )
         self._taken: Step | None = None  # until it is read
         self._ended: Step | None = None  # the last step of this start
@@ -658,11 +654,8 @@ class Run:
 
         # The clock, and the learning rates of ⌊τ⌋.
         if result.skipped:
-            self._skipped.count(
-                result.shared["loss"], step.number, result.effective_steps
-            )
+            self._skipped.warn(step.number, result)
         else:
-            self.state.nonfinite = 0
             self.state.progress = advanced(self.state.progress, result.gain)
             self.schedule.advance_to(result.effective_steps)
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..batch import StepPlan
 from ..data.order import MicroBatch
-from ..optim.adascale import AdaScale
+from ..optim.adascale import AdaScaleOptimizer
 from ..sharding.kinds.sharding import Sharding
 from .guards.guard import Guards
 from .guards.users_model import UsersModel
@@ -76,7 +76,7 @@ class Passes:
     def __init__(
         self,
         module: nn.Module,
-        optimizer: AdaScale,
+        optimizer: AdaScaleOptimizer,
         scaler: torch.amp.GradScaler | None,
         *,
         guarded: Optimizer,
@@ -209,14 +209,17 @@ class Passes:
         self._sharding.begin_backward()
         if batch.is_last:
             self._sharding.check_last_pass()
-        factor = loss_factor(batch, plan)
+        if batch.by_units:
+            factor = plan.loss_factor(batch.weight)
+        else:
+            factor = plan.loss_factor(batch.examples, plan.global_batch_size)
         if factor != 1:
             loss = loss * factor
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         self._current.weights = self._weights
         self._current.by_units = batch.by_units
-        self._current.begin(self._current.current if batch.is_last else None)
+        self._current.begin_pass(self._current.planned if batch.is_last else None)
         try:
             loss.backward()
         except Exception as error:
@@ -227,7 +230,7 @@ class Passes:
         # The pass ends here, and not in autograd's callback as in other loops: only a
         # backward pass of the run is one. In the step's last pass this sums over the
         # workers.
-        self._current.end()
+        self._current.end_pass()
         self._sharding.end_pass()
         self.state = PassState.BACKWARD_DONE
         if batch.is_last:
@@ -326,14 +329,3 @@ def _no_scalar(loss: object) -> ValueError:
         f"Invalid loss of type {type(loss).__name__}. Must be a scalar tensor, the "
         "mean over the examples, as the loss function returns it: without .item()."
     )
-
-
-def loss_factor(batch: MicroBatch, plan: StepPlan) -> float:
-    """Return the factor on the mean loss of a micro-batch.
-
-    DistributedDataParallel takes the mean over workers, and passes add up. So ḡ = Σ w_i
-    g_i needs each loss times n·w_i/passes.
-    """
-    if batch.by_units:
-        return plan.num_samples * batch.weight / plan.passes
-    return plan.num_samples * batch.examples / (plan.global_batch_size * plan.passes)

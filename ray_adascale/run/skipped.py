@@ -1,4 +1,4 @@
-"""Steps whose gradient is not finite: a warning of the first one, and the end of the
+"""Steps whose gradient is not finite: warnings of the first one. AdaScale ends the
 run after too many in a row.
 """
 
@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from .._warn import warn_on_first_worker
-from ..optim.next_state import MOST_SKIPPED
-from .boundary.stage import LoopState
+from ..optim.step_sums import StepResult
 
 _MOST_OVERFLOWS = 40
 """Skipped steps in a row that a loss scale may need to adapt: it begins at 2¹⁶ and
@@ -20,29 +19,23 @@ halves.
 
 
 class SkippedSteps:
-    """Counts skipped steps in a row.
+    """Warns of skipped steps.
 
     Args:
         module: The bare model.
-        state: Has the count.
         scaler: The loss scaler; None without one.
-        total_steps: T.
         by_recipe: Whether the learning rate is a recipe's.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        state: LoopState,
         scaler: torch.amp.GradScaler | None,
         *,
-        total_steps: int,
         by_recipe: bool,
     ) -> None:
         self._module = module
-        self._state = state
         self._scaler = scaler
-        self._total_steps = total_steps
         if by_recipe:
             slower = "Search for a recipe with a lower learning rate"
         else:
@@ -50,29 +43,24 @@ class SkippedSteps:
         self._remedy = f"{slower}, clip gradients, or check the data of this step."
         self._warned = self._warned_of_buffers = False
 
-    def count(self, loss: float, step: int, effective_steps: float) -> None:
-        """Count a skipped step. Warn of the first one, unless it is an overflow of the
-        loss scale, which then adapts.
+    def warn(self, number: int, step: StepResult) -> None:
+        """Warn of the first skipped step, unless it is an overflow of the loss scale,
+        which then adapts.
 
         Args:
-            loss: Mean loss of the step.
-            step: Its number.
-            effective_steps: τ.
-
-        Raises:
-            FloatingPointError: It is one too many in a row.
+            number: Number of the step.
+            step: Its numbers.
         """
-        self._state.nonfinite += 1
-        in_a_row = self._state.nonfinite
+        loss = step.shared["loss"]
         adapts = (
             self._scaler is not None
             and math.isfinite(loss)
-            and in_a_row < _MOST_OVERFLOWS
+            and step.skips < _MOST_OVERFLOWS
         )
         if not self._warned and not adapts:
             self._warned = True
             warn_on_first_worker(
-                f"Step {step} was skipped, because its gradient is not finite (loss "
+                f"Step {number} was skipped, because its gradient is not finite (loss "
                 f"{loss:g}). Weights and effective steps stay as they were. Further "
                 "ones are not warned of: summary() and the report count skipped steps. "
                 f"{self._remedy}"
@@ -82,16 +70,8 @@ class SkippedSteps:
         ):
             self._warned_of_buffers = True
             warn_on_first_worker(
-                f"Step {step} was skipped, and left NaN in the buffer {names[0]!r} "
+                f"Step {number} was skipped, and left NaN in the buffer {names[0]!r} "
                 f"(one of {len(names)}). It stays there, so evaluations return NaN. "
                 "Keep such examples out of the data, or set the buffers anew in the "
                 "loop (batch norm: module.reset_running_stats())."
-            )
-        if in_a_row >= MOST_SKIPPED:
-            loss_scale = 1.0 if self._scaler is None else self._scaler.get_scale()
-            raise FloatingPointError(
-                f"The gradient was not finite in {in_a_row} optimizer steps in a row, "
-                f"up to step {step} at effective step {effective_steps:.1f} of "
-                f"{self._total_steps} (loss {loss:g}, loss scale {loss_scale:g}). "
-                f"These steps left the weights as they were. {self._remedy}"
             )

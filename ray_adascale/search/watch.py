@@ -25,7 +25,7 @@ from ..analysis.display import SearchDisplay
 from ..run.base.base_run import RESULT, BaseResult
 from ..run.boundary.evaluation import MissingMetric
 from ..run.observe.failure import lines_of, was_building
-from ..train.retry import is_nobodys_mistake
+from ..train.causes import repeats_trial
 from ..workload import describe_config
 from .spec import Begun
 from .trial import OBJECTIVE
@@ -41,7 +41,7 @@ class _OwnTrial(Trial):
 
     def should_recover(self) -> bool:
         """Tune's question after a failure, once its files are written."""
-        return super().should_recover() and is_nobodys_mistake(_cause(self))
+        return super().should_recover() and repeats_trial(_cause(self))
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,7 @@ class Finished:
         diverged = isinstance(self.error, FloatingPointError)
         objective = self.metrics.get(OBJECTIVE, -math.inf)
         return self.error is not None and (
-            is_nobodys_mistake(self.error)
-            or (objective > winner.objective and not diverged)
+            repeats_trial(self.error) or (objective > winner.objective and not diverged)
         )
 
     @property

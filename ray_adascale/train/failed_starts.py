@@ -15,25 +15,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import ray.train
-from ray.exceptions import RayActorError, RayTaskError
 
+from .causes import LIMITS, Cause, cause_of_start, is_rays
 from .cluster import alive_nodes, room
-from .retry import (
-    STORAGE_TRIES,
-    ProcessGroupFailed,
-    RepeatedFailure,
-    bad_nodes,
-    failure_message,
-    is_rays,
-    preemption_of,
-    rays_words,
-)
+from .retry import RepeatedFailure, bad_nodes, failure_message, rays_words
 
-_FAILED = "WorkerGroupStartupFailedError"
-_TIMED_OUT = "WorkerGroupStartupTimeoutError"
-"""Ray Train's exceptions of a start that failed, and of one for which there was no
-room in time. The names are private to Ray.
-"""
 _NODE_ID = "ray.io/node-id"
 """Ray's label of each node."""
 _TRIES = 2
@@ -123,11 +109,13 @@ class FailedStarts:
         self._ended += 1
         if 0 <= self._limit < self._ended:
             return None
-        if type(cause).__name__ == _TIMED_OUT:
-            return NextStart(None, restarts, self._num_workers, self._without)
         if isinstance(cause, RepeatedFailure):
             return self._without_bad_nodes(cause, restarts + 1, set(stepped))
-        if not _may_pass(cause):
+        kind = cause_of_start(cause)
+        if kind is Cause.NO_ROOM:
+            return NextStart(None, restarts, self._num_workers, self._without)
+        most = LIMITS[kind].beginning
+        if most == 1:
             return None
         nodes = alive_nodes()
         lost = self._nodes.keys() - nodes.keys()
@@ -139,12 +127,11 @@ class FailedStarts:
         self._nodes = nodes
         self._loops = loops
         # The node's loss counts once, where its worker's death is seen in the loop.
-        if not lost and preemption_of(cause) is None:
+        if not lost and kind is not Cause.PREEMPTED:
             restarts += 1
             if 0 <= self._max_failures < restarts:
                 return None
-        of_storage = isinstance(cause, OSError)
-        if of_storage and self._in_a_row >= STORAGE_TRIES:
+        if most is not None and self._in_a_row >= most:
             return None
         what = (
             "Ray's controller ended" if cause is error else "The workers did not start"
@@ -153,7 +140,8 @@ class FailedStarts:
             f"{what}. {rays_words(cause) if is_rays(cause) else cause}".rstrip(".")
             + "."
         )
-        if self._in_a_row >= _TRIES and not of_storage and self._most > self._fewest:
+        fewer_help = most is None and self._most > self._fewest
+        if self._in_a_row >= _TRIES and fewer_help:
             self._most = self._fewer()
             self._in_a_row = 0
             self._num_workers = self._fewest, self._most
@@ -203,16 +191,3 @@ class FailedStarts:
         ]
         least = min(there) if len(there) > 1 else 1
         return max(min(self._most, sum(there)) - least, self._fewest)
-
-
-def _may_pass(cause: Exception) -> bool:
-    """Return whether another start may succeed."""
-    if isinstance(cause, RayTaskError):  # such as a workload that a worker can't import
-        return False
-    if isinstance(cause, RayActorError):
-        # an exception in a constructor: the controller's
-        return "creation task" not in str(cause)
-    return (
-        isinstance(cause, ProcessGroupFailed | OSError)
-        or type(cause).__name__ == _FAILED
-    )

@@ -23,8 +23,8 @@ import ray.util
 from ray.exceptions import RayActorError, RayTaskError
 from ray.train.torch import TorchConfig
 
+from .causes import ProcessGroupFailed, is_between_workers
 from .driver_channel import DriverClient
-from .retry import ProcessGroupFailed, is_between_workers
 from .worker_reports import end_heartbeats
 
 _log = logging.getLogger(__name__)

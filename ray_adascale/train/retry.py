@@ -15,95 +15,41 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray.train
-import torch.distributed as dist
-from ray.exceptions import RayActorError, RayError
 from ray.train import UserCallback
 
 from .._errors import SettingError
 from .._files import without_credentials
-from ..checkpoint import CheckpointError
-from ..checkpoint.files import NotPermitted
 from ..run.boundary.backend import CHECKPOINT
 from ..run.observe.failure import lines_of, raised_when, traceback_of, was_beginning
+from .causes import (
+    LIMITS,
+    Cause,
+    cause_of,
+    is_between_workers,
+    is_rays,
+    preemption_of,
+)
 from .cluster import node_of
 from .driver_channel import DriverClient
 
-_BETWEEN_WORKERS = re.compile(
-    r"gloo|NCCL|[Cc]onnection (closed|reset|refused)|Broken pipe|ProcessGroup|TCPStore"
-)
 _RAYS_ADVICE = re.compile(
     r" (Worker exit type: \w+ Worker exit detail:|Some common causes include:).*"
 )
-STORAGE_TRIES = 3
-"""Number of starts that fail by the storage at the same place, before the run ends."""
-
-
-def is_rays(error: Exception) -> bool:
-    """Return whether an exception is Ray's own, around a cause elsewhere."""
-    return type(error).__module__.partition(".")[0] == "ray"
-
-
-def preemption_of(error: Exception) -> RayActorError | None:
-    """Return the error of a worker that died with a node that was taken away after a
-    notice, which Ray may have wrapped.
-    """
-    found = (
-        each
-        for each in (error, *vars(error).values())
-        if isinstance(each, RayActorError) and each.preempted
-    )
-    return next(found, None)
-
-
-def is_between_workers(error: BaseException) -> bool:
-    """Return whether an exception only shows that another worker is gone, or can't
-    be reached.
-    """
-    if isinstance(error, dist.DistError):
-        return True
-    return (
-        isinstance(error, RuntimeError | ConnectionError)
-        and _BETWEEN_WORKERS.search(str(error)) is not None
-    )
-
-
-def _lost_a_worker(error: Exception) -> bool:
-    """Return whether an exception shows that a process or a node was lost: this
-    worker's, or the one of another.
-    """
-    return is_rays(error) or is_between_workers(error)
-
-
-def _is_of_storage(error: Exception) -> bool:
-    """Return whether an exception is of a checkpoint or of storage, which may work
-    again later.
-    """
-    wrong_path = isinstance(
-        error, FileNotFoundError | NotADirectoryError | IsADirectoryError
-    )
-    return isinstance(error, CheckpointError) or (
-        isinstance(error, OSError) and not wrong_path
-    )
 
 
 def bad_nodes(failure: RepeatedFailure) -> dict[str, str] | None:
     """Return the nodes whose workers have raised before their first step: host name
     and address by Ray's id; None if one is unknown, or another failure was first.
     """
-    own = [error for error in failure.failures.values() if not _lost_a_worker(error)]
+    own = [
+        error
+        for error in failure.failures.values()
+        if cause_of(error) is not Cause.LOST
+    ]
     nodes = [node_of(error) for error in own if was_beginning(error)]
     if len(nodes) < len(own) or None in nodes:
         return None
     return {node.id: node.name for node in nodes if node is not None}
-
-
-def is_nobodys_mistake(error: Exception) -> bool:
-    """Return whether an exception is of a lost process or node, or of storage, so
-    that another start may not meet it.
-    """
-    if type(error) is RayError or isinstance(error, PermissionError | NotPermitted):
-        return False  # the first stands for an exception that can't be pickled
-    return _lost_a_worker(error) or (_is_of_storage(error) and not was_beginning(error))
 
 
 def rays_words(error: BaseException) -> str:
@@ -202,10 +148,6 @@ def _one_sentence(failures: Mapping[int, Exception]) -> str:
 # ---- in Ray Train's controller -------------------------------------------------------
 
 
-class ProcessGroupFailed(Exception):
-    """The workers' processes run, and can't reach each other."""
-
-
 class RepeatedFailure(Exception):
     """A run ends because each restart would fail in the same way.
 
@@ -227,11 +169,8 @@ class RetryPolicy(UserCallback):
     """Logs a line about each failure, and ends the run at a failure that every restart
     would repeat.
 
-    These failures are: an exception of the user's code or of this package during the
-    build or before a start's first optimizer step, an exception that was raised at the
-    same step before, and a checkpoint that may not be written. Ray's ``FailureConfig``
-    counts the others: lost workers, lost nodes, and storage errors. A storage error
-    ends the run at the third start that stops at the same step.
+    These failures are those of :data:`~ray_adascale.train.causes.LIMITS`. Ray's
+    ``FailureConfig`` counts the others.
 
     Ray counts preemptions apart from failures. From the death of a preempted worker to
     the end of the notice, Ray goes on polling, and calls :meth:`after_exception` at
@@ -322,17 +261,19 @@ class RetryPolicy(UserCallback):
         """Return why each restart would raise this error again; None if that is
         unknown.
         """
-        if _lost_a_worker(error):
-            return None
-        # An exception without a note is not from the loop, so its step is unknown.
+        cause = cause_of(error)
+        limit = LIMITS[cause]
+        most = limit.beginning if was_beginning(error) else limit.later
         when = raised_when(error)
-        if isinstance(error, NotPermitted):
-            return when or "It is not permitted."
-        of_storage = _is_of_storage(error)
-        if was_beginning(error) and not of_storage:
+        if not when and cause is Cause.FORBIDDEN:
+            when = "It is not permitted."
+        # An exception without a note is not from the loop, so its step is unknown.
+        if most is None or not when:
+            return None
+        if most == 1:
             return when
         key = f"{when} {type(error).__name__}"
         self._seen[key] += 1
-        if when and self._seen[key] >= (STORAGE_TRIES if of_storage else 2):
-            return f"{when} The same in {self._seen[key]} starts."
-        return None
+        if self._seen[key] < most:
+            return None
+        return f"{when} The same in {self._seen[key]} starts."

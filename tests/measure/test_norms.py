@@ -53,13 +53,6 @@ def test_norms_taken_together_are_those_taken_one_by_one() -> None:
     )
 
 
-def test_only_large_models_on_a_cpu_share_the_reduced_gradients_norm() -> None:
-    half = torch.empty(1 << 19)
-    assert norms.worth_sharing([[half], [half]])
-    assert not norms.worth_sharing([[half], [half[1:]]])
-    assert not norms.worth_sharing([[torch.empty(1 << 20, device="meta")]])
-
-
 # ---- gradients that are kept for one call --------------------------------------------
 
 

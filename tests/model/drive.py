@@ -639,7 +639,7 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
             (module if begun else ada).zero_grad()  # AdaScale does not see the module's
             make_passes(step, now, seen[rank], None)
         if not case.scaled_loss:
-            ada.current.complete(scaled=True)
+            ada.current.ensure_summed(scaled=True)
             ada.scale_grad_by_num_grads_to_accum()
         if case.clip is not None:
             if scaler is not None:

@@ -32,8 +32,8 @@ FAULTS: list[tuple[str, str, str, str]] = [
     ("gain.py", "count_decay", "max(1.0 - count / 1000.0, 0.0)", "max(1.0 - (count - 1) / 1000.0, 0.0)"),
     # ---- optim
     ("optim/next_state.py", "apply_rule", "gain=group_gains[i % len(group_gains)]", "gain=group_gains[0]"),
-    ("optim/next_state.py", "skipped", "replace(state.last, skipped=True, shared=shared)",
-     "replace(state.last, skipped=True, gain=1.0, shared=shared)"),
+    ("optim/next_state.py", "skipped", "replace(state.last, skips=state.last.skips + 1, shared=shared)",
+     "replace(state.last, skips=state.last.skips + 1, gain=1.0, shared=shared)"),
     ("optim/saved_state.py", "state_of", 'gain=float(tensors["previous_gain"])', "gain=1.0"),
     ("optim/next_state.py", "apply_rule", "RuleOutput(lr_factors, group_increments, ",
      "RuleOutput(lr_factors, [rule(whole)[1]] * num_groups, "),
@@ -60,8 +60,8 @@ FAULTS: list[tuple[str, str, str, str]] = [
      "self.hooked[param] = leaf.register_hook(lambda grad: hook([grad])) if leaf.requires_grad else node.register_prehook(hook)"),
     ("measure/observers.py", "HookObserver.hook_all", "if param.requires_grad or _can_train(param):", "if param.requires_grad:"),
     ("optim/current_step.py", "InferredPasses._begin_after_an_exception",
-     "        current.clear()\n        current.current = current.declared if announced is None else announced\n", ""),
-    ("optim/adascale.py", "AdaScale.__init__", "self._models = list(model.parameters())",
+     "        current.clear()\n        current.planned = current.declared if announced is None else announced\n", ""),
+    ("optim/adascale.py", "AdaScaleOptimizer.__init__", "self._models = list(model.parameters())",
      "self._models = [p for p in model.parameters() if p.requires_grad]"),
     ("optim/sampling.py", "MeasuredSteps.every", "1 + number // WINDOW_SAMPLES", "1 + number // (WINDOW_SAMPLES - 1)"),
     # ---- sharding
@@ -78,8 +78,7 @@ FAULTS: list[tuple[str, str, str, str]] = [
     ("_torch.py", "reshard", "part.reshard()", "pass"),
     ("sharding/kinds/fsdp2.py", "FullyShard.begin_pass", "send_from_first([self._module.get_buffer(name) for name in self._buffers])", "pass"),
     # ---- run/passes, run/schedule
-    ("run/passes.py", "loss_factor", "plan.num_samples * batch.examples / (plan.global_batch_size * plan.passes)",
-     "1 / plan.passes"),
+    ("run/passes.py", "Passes.backward", "plan.loss_factor(batch.examples, plan.global_batch_size)", "1 / plan.passes"),
     ("run/passes.py", "Passes.backward", "self._current.weights = self._weights", "self._current.weights = None"),
     ("run/passes.py", "Passes._show_gradients", "self.scaler.unscale_(self._optimizer)", "pass"),
     ("optim/schedule.py", "EffectiveSchedule.due", "calls = self._calls_before(math.floor(effective_steps))",

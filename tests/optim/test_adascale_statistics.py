@@ -7,7 +7,6 @@ order.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from ray_adascale import OSS, AdaScale
 
 from ..classifier import (
     batches,
-    in_shares,
     make_model,
     sample_gradient,
     two_groups,
@@ -33,14 +31,7 @@ from ..model.reference_run import ReferenceAdaScale
 
 
 def _ddp_against_reference(
-    sharded: bool, passes: int = 2, view: bool = False, shares: bool = False
-) -> tuple[list[float], float, float]:
-    with in_shares() if shares else nullcontext():
-        return _steps_against_reference(sharded, passes, view, shares)
-
-
-def _steps_against_reference(
-    sharded: bool, passes: int, view: bool, shares: bool
+    sharded: bool, passes: int = 2, view: bool = False
 ) -> tuple[list[float], float, float]:
     rank, world, scale = (
         torch.distributed.get_rank(),
@@ -55,9 +46,6 @@ def _steps_against_reference(
         scale=scale,
         num_gradients_to_accumulate=passes,
     )
-    observer = adascale.current.observer
-    assert observer is not None
-    assert observer.norm_in_parts is shares
     reference = ReferenceAdaScale(scale=scale, n=world * passes)
     momentum = [0.0, 0.0]
     data = batches(world * passes * 6, 4)
@@ -93,41 +81,37 @@ def _steps_against_reference(
     return gains, adascale.effective_steps, float(weights(model).sum())
 
 
-@pytest.mark.also_simulated("each-all-*-2")  # shares are for CPUs
+@pytest.mark.also_simulated("*-2")
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("shares", [False, True], ids=["each-all", "each-a-share"])
 def test_workers_under_ddp_equal_the_reference_and_one_another(
-    pool: Any, world: int, sharded: bool, shares: bool
+    pool: Any, world: int, sharded: bool
 ) -> None:
-    results = pool(world).run(_ddp_against_reference, sharded, 2, False, shares)
+    results = pool(world).run(_ddp_against_reference, sharded)
     assert all(result == results[0] for result in results)
 
 
-def _unfrozen_in_shares() -> list[tuple[list[float], list[float]]]:
-    """Every step's averages. The first layer's weight is unfrozen before the third,
-    and lies in the first worker's share.
+def _unfrozen() -> list[tuple[list[float], list[float]]]:
+    """Every step's averages. The first layer's weight is unfrozen before the
+    third.
     """
     rank = torch.distributed.get_rank()
     model = make_model()
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
     model[0].weight.requires_grad_(False)
     moments = []
-    with in_shares():
-        adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05))
-        for step, (x, y) in enumerate(batches(8, 4)[rank::2]):
-            model[0].weight.requires_grad_(step >= 2)
-            F.cross_entropy(ddp(x), y).backward()
-            adascale.step()
-            adascale.zero_grad()
-            moments.append(adascale.group_moments())
+    adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05))
+    for step, (x, y) in enumerate(batches(8, 4)[rank::2]):
+        model[0].weight.requires_grad_(step >= 2)
+        F.cross_entropy(ddp(x), y).backward()
+        adascale.step()
+        adascale.zero_grad()
+        moments.append(adascale.group_moments())
     return moments
 
 
-def test_a_gradient_that_is_unfrozen_counts_at_once_where_workers_take_shares(
-    pool: Any,
-) -> None:
-    ours, theirs = pool(2).run(_unfrozen_in_shares)
+def test_a_gradient_that_is_unfrozen_counts_at_once(pool: Any) -> None:
+    ours, theirs = pool(2).run(_unfrozen)
     assert ours == theirs
     first, second, third, fourth = ours
     assert len({str(moments) for moments in (first, second, third, fourth)}) == 4
@@ -144,12 +128,7 @@ def test_gradients_that_are_views_of_buckets(
     assert results[0] == results[1]
 
 
-def _one_rank_without_gradients(shares: bool) -> float:
-    with in_shares() if shares else nullcontext():
-        return _branches()
-
-
-def _branches() -> float:
+def _one_rank_without_gradients() -> float:
     rank = torch.distributed.get_rank()
     model = nn.ModuleList([nn.Linear(4, 1, dtype=torch.float64) for _ in range(2)])
     ddp = DistributedDataParallel(_Branch(model), find_unused_parameters=True)
@@ -171,11 +150,8 @@ class _Branch(nn.Module):
         return self.branches[which](x)
 
 
-@pytest.mark.parametrize("shares", [False, True], ids=["each-all", "each-a-share"])
-def test_a_rank_whose_parameters_get_no_gradient_keeps_in_step(
-    pool: Any, shares: bool
-) -> None:
-    gains = pool(2).run(_one_rank_without_gradients, shares)
+def test_a_rank_whose_parameters_get_no_gradient_keeps_in_step(pool: Any) -> None:
+    gains = pool(2).run(_one_rank_without_gradients)
     # g = (G, 0): A = G²/2, C = G²/4, so σ² = 2·G²/4 = G²/2, μ² = 0 and r = S.
     assert gains == pytest.approx([2.0, 2.0])
 

@@ -197,7 +197,7 @@ def test_clipping_in_the_last_pass_is_a_plain_loops(client: str) -> None:
     else:
         run, order = run_of(model, total=8), []
         run = run_of(model, total=8, shuffle=False)
-        run.optimizer.set_scale(1.0)
+        run.optimizer.set_plan(run.plan.at_scale(1.0))
         for x, y in run:
             order.append((x, y))
             run.backward(F.cross_entropy(run.model(x), y))

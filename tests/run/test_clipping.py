@@ -48,7 +48,7 @@ def test_at_the_base_batch_nothing_is_clipped() -> None:
 
 
 @pytest.mark.parametrize(
-    "left_out", [step(math.inf), step(math.nan), step(1.0, skipped=True)]
+    "left_out", [step(math.inf), step(math.nan), step(1.0, skips=1)]
 )
 def test_a_step_that_is_skipped_or_has_no_norm_is_left_out(
     left_out: StepResult,

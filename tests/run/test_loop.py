@@ -402,7 +402,7 @@ def test_one_bad_batch_is_skipped_and_many_end_the_run(
 
     many = pytest.raises(
         FloatingPointError,
-        match=r"50 optimizer steps in a row, up to step 54 .* loss scale 1",
+        match=r"50 optimizer steps in a row, so effective_steps stays at \d\.\d of 40",
     )
     with (
         pytest.warns(
@@ -411,7 +411,9 @@ def test_one_bad_batch_is_skipped_and_many_end_the_run(
         many,
     ):
         loop()
-    assert run.summary()["skipped_steps"] == 51
+    # The host reads a fused step after the run has counted it.
+    counted = 51 if fused else 50
+    assert run.summary()["skipped_steps"] == counted
     assert (
         len([warning for warning in caught if "was skipped" in str(warning.message)])
         == 1

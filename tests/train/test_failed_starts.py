@@ -30,10 +30,11 @@ from ray.train.v2._internal.execution.callback import WorkerCallback
 from ray_adascale import AdaScaleConfig, AdaScaleTrainer, load_weights
 from ray_adascale.train import driver_monitor
 from ray_adascale.train import failed_starts as module
+from ray_adascale.train.causes import ProcessGroupFailed
 from ray_adascale.train.cluster import NodeOfWorker
 from ray_adascale.train.failed_starts import FailedStarts
 from ray_adascale.train.network import AddressTorchConfig
-from ray_adascale.train.retry import ProcessGroupFailed, RepeatedFailure
+from ray_adascale.train.retry import RepeatedFailure
 
 from .dying import Plan, die
 from .test_trainer import _without_ray, flat

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import ray.train
 from ray import cloudpickle
-from ray.exceptions import OutOfMemoryError, RayActorError, RayError
+from ray.exceptions import RayActorError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
 from ray_adascale import AdaScaleConfig, AdaScaleTrainer
@@ -28,12 +28,11 @@ from ray_adascale.run.observe.failure import (
 )
 from ray_adascale.train import cluster
 from ray_adascale.train import retry as module
+from ray_adascale.train.causes import is_rays
 from ray_adascale.train.retry import (
     RepeatedFailure,
     RetryPolicy,
     failure_message,
-    is_nobodys_mistake,
-    is_rays,
     whole_failure,
     worker_failure,
 )
@@ -83,33 +82,6 @@ def test_the_worker_that_died_is_told_before_those_that_lost_it() -> None:
     assert worker_failure(Failed()) is None
     assert worker_failure(ValueError("none of a worker")) is None
     assert [is_rays(error) for error in (died, lost)] == [True, False]
-
-
-def test_a_failure_is_nobodys_mistake_where_another_start_may_not_meet_it() -> None:
-    late, at_the_build = (
-        OSError(30, "Read-only file system"),
-        OSError("We couldn't connect"),
-    )
-    at_the_build.add_note("Raised while the workload was built.")
-    lost = [
-        DIED,
-        RayActorError(None, "it died"),
-        OutOfMemoryError("low on memory"),
-        CLOSED,
-        late,
-        CheckpointError("cut"),
-    ]
-    own = [
-        ValueError("mine"),
-        FloatingPointError("error is nan"),
-        FileNotFoundError("data"),
-        PermissionError("data"),
-        NotPermitted("a checkpoint"),
-        at_the_build,
-        RayError("Exception Mine isn't serializable"),
-    ]
-    assert [is_nobodys_mistake(error) for error in lost] == [True] * 6
-    assert [is_nobodys_mistake(error) for error in own] == [False] * 7
 
 
 @pytest.mark.parametrize(

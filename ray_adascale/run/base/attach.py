@@ -21,7 +21,7 @@ from ..._torch import is_dtensor, uncompiled
 from ..._warn import warn_at_user
 from ...config import AdaScaleConfig, read_settings
 from ...data.source import base_steps_per_epoch
-from ...optim.adascale import AdaScale
+from ...optim.adascale import AdaScaleOptimizer
 from ...optim.scheduler_checks import check_initial_rates
 from ...optim.tau_schedule import TauSchedule
 from ...recipe import Recipe
@@ -41,7 +41,7 @@ def attach(
     *,
     grad_scaler: torch.amp.GradScaler | None = None,
     starting_step: int = 0,
-) -> tuple[AdaScale, TauSchedule]:
+) -> tuple[AdaScaleOptimizer, TauSchedule]:
     """Build AdaScale and its schedule for the training loop of another library, with
     the checks of :class:`ray_adascale.Run`.
 
@@ -55,10 +55,10 @@ def attach(
 
     The loop has to do the rest of a Run's work: the division of each loss by
     ``accumulation``, the order of examples, unequal micro-batches
-    (:attr:`AdaScale.sample_weights`, set before a step's last backward pass), steps
-    with fewer passes (:meth:`AdaScale.expect_passes`), and resuming. τ is in the state
-    of the returned optimizer, so save and load that one: call attach before anything
-    gets the bare optimizer.
+    (:attr:`AdaScaleOptimizer.sample_weights`, set before a step's last backward pass),
+    steps with fewer passes (:meth:`AdaScaleOptimizer.expect_passes`), and resuming. τ
+    is in the state of the returned optimizer, so save and load that one: call attach
+    before anything gets the bare optimizer.
 
     Args:
         model: The model, bare or in DistributedDataParallel.
@@ -203,7 +203,7 @@ def _workers() -> int:
     return 1
 
 
-def _refuse_uncounted_passes(adascale: AdaScale, steps: int = 10) -> None:
+def _refuse_uncounted_passes(adascale: AdaScaleOptimizer, steps: int = 10) -> None:
     """Raise in one of the first steps if it has several backward passes, on one worker
     with one declared.
 

@@ -35,8 +35,8 @@ from ...workload import (
     injected_settings,
 )
 from ..boundary.backend import Backend
+from ..build_warnings import class_name
 from ..loop import Run
-from ..observe.advice import class_name
 from .base_noise import NoiseRecorder, noise_steps
 
 RESULT = "outcome"
@@ -51,7 +51,7 @@ class Momentum:
         value: m, 0 ≤ m < 1.
         is_beta: Whether m is β1, which a rule for betas changes.
         optimizer_class: Name of the optimizer's class, see
-            :func:`ray_adascale.run.observe.advice.class_name`; empty: unknown.
+            :func:`ray_adascale.run.build_warnings.class_name`; empty: unknown.
     """
 
     value: float = 0.0

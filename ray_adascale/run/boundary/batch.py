@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...batch import BatchFollower
-from ...optim.adascale import AdaScale
+from ...optim.adascale import AdaScaleOptimizer
 from .stage import RunAtBoundary, Stage
 
 
@@ -18,7 +18,7 @@ class ChooseBatch(Stage):
         optimizer: The optimizer of the run.
     """
 
-    def __init__(self, follower: BatchFollower, optimizer: AdaScale) -> None:
+    def __init__(self, follower: BatchFollower, optimizer: AdaScaleOptimizer) -> None:
         self.follower = follower
         self._optimizer = optimizer
 

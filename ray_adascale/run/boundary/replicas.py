@@ -20,7 +20,7 @@ from ..._torch import first_difference
 from ..._warn import warn_on_first_worker
 from ...checkpoint.model import shared_state
 from ...data.source import BatchSource
-from ...optim.adascale import AdaScale
+from ...optim.adascale import AdaScaleOptimizer
 from ...optim.step_sums import constant
 from ...sharding.buckets import memory_order, memory_view
 from ..guards.guard import Guard
@@ -150,7 +150,7 @@ class Replicas(Guard):
     def __init__(
         self,
         module: nn.Module,
-        optimizer: AdaScale,
+        optimizer: AdaScaleOptimizer,
         extra: Mapping[str, Any],
         source: BatchSource,
         *,

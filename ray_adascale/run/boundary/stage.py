@@ -26,7 +26,6 @@ class LoopState:
         progress: Σ r over the steps.
         scales: Σ S over the steps, including skipped ones.
         clipped: Steps that were clipped at a multiple of the expected norm.
-        nonfinite: Consecutive skipped steps up to now.
         attempt: Number of this start of the run, from 0: that of its trace. On other
             workers than rank 0, which store and observe nothing, it may be too low.
         recorded: The user's metrics, each as last recorded.
@@ -38,7 +37,6 @@ class LoopState:
     progress: float = 0.0
     scales: float = 0.0
     clipped: int = 0
-    nonfinite: int = 0
     attempt: int = 0
     recorded: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)

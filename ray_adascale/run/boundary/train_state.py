@@ -35,7 +35,7 @@ from ...checkpoint.optimizer import (
 from ...checkpoint.per_worker import PerWorker
 from ...checkpoint.rng import capture_rng, empty_rng, restore_rng
 from ...data.source import BatchSource
-from ...optim.adascale import AdaScale
+from ...optim.adascale import AdaScaleOptimizer
 from ...optim.rules import name_of
 from ...optim.saved_state import of_other_base_batch
 from ...optim.schedule import BaseSchedule, EffectiveSchedule, LRCurves
@@ -79,7 +79,7 @@ class TrainState:
     """
 
     module: nn.Module
-    optimizer: AdaScale
+    optimizer: AdaScaleOptimizer
     parameter_names: Mapping[Tensor, str]
     scaler: torch.amp.GradScaler | None
     schedule: EffectiveSchedule

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..._warn import warn_on_first_worker
 from ...data.order import MicroBatch
-from ...optim.adascale import AdaScale
+from ...optim.adascale import AdaScaleOptimizer
 from ...optim.guards import FOREIGN_PASS
 from ...optim.schedule import EffectiveSchedule
 from ..observe.step import Step
@@ -26,7 +26,7 @@ class OnlyRunsBackward(Guard):
         optimizer: The optimizer of the run.
     """
 
-    def __init__(self, optimizer: AdaScale) -> None:
+    def __init__(self, optimizer: AdaScaleOptimizer) -> None:
         self._current = optimizer.current
 
     def backward(self, batch: MicroBatch, loss: Tensor) -> None:

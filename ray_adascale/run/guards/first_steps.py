@@ -19,7 +19,6 @@ from ...batch import StepPlan
 from ...checkpoint.per_worker import without_own
 from ...data.order import MicroBatch
 from ...sharding.kinds.sharding import NOT_REACHED
-from ..observe.advice import sum_advice
 from ..observe.step import Step
 from .guard import Guard
 
@@ -243,3 +242,41 @@ class ZeroGradient(Guard):
         if step.number == 1 and step.result.squared_norm == 0:
             warn_on_first_worker(NOT_REACHED)
         self.retired = True
+
+
+_SUM = 2  # torch's number of reduction="sum"
+
+
+def sum_advice(loss: Any, examples: int) -> str | None:
+    """Return a warning if a loss looks like a sum over its examples. To be called
+    before its backward pass.
+    """
+    if not _is_sum(getattr(loss, "grad_fn", None), examples):
+        return None
+    return (
+        f"The loss looks like a sum over the examples, {examples} here. It must be the "
+        "mean (reduction='mean'), else the learning rate grows with the micro-batch."
+    )
+
+
+def _is_sum(node: Any, examples: int, factor: float = 1.0) -> bool:
+    """Return whether a loss, or a loss that it adds, ends in a sum over the
+    examples, times a factor far above 1/examples.
+    """
+    name = "" if node is None else node.name()
+    if name in (
+        "AddBackward0",
+        "SubBackward0",
+        "NegBackward0",
+        "MulBackward0",
+        "DivBackward0",
+    ):
+        by = getattr(node, "_saved_other", None)
+        if by is not None and by.numel() == 1:
+            factor *= abs(float(by)) ** (1 if name.startswith("Mul") else -1)
+        return any(_is_sum(term, examples, factor) for term, _ in node.next_functions)
+    sizes = getattr(node, "_saved_self_sym_sizes", ()) if name == "SumBackward0" else ()
+    sums = getattr(node, "_saved_reduction", None) == _SUM or tuple(sizes[:1]) == (
+        examples,
+    )
+    return sums and factor * examples > 2

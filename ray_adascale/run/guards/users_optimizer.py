@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ..._warn import warn_on_first_worker
-from ...optim.adascale import AdaScale
+from ...optim.adascale import AdaScaleOptimizer
 
 LOOP = (
     "Loop over the run, not over a loader (for batch in run), and write "
@@ -32,7 +32,7 @@ class UsersOptimizer:
     def __init__(
         self,
         users: Optimizer,
-        optimizer: AdaScale,
+        optimizer: AdaScaleOptimizer,
     ) -> None:
         self._users = users
         self.run_is_stepping = False

@@ -176,7 +176,6 @@ class FSDP2Observer(HookObserver):
     """
 
     sharded = True
-    norm_in_parts = True
 
     def __init__(
         self,
@@ -332,7 +331,7 @@ class FSDP2Observer(HookObserver):
     # ---- the reduced gradient --------------------------------------------------------
 
     @torch.no_grad()
-    def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
+    def reduced_sq_norms(self) -> Tensor:
         if self._owed:
             self._owed.clear()
             raise RuntimeError(_NOT_REDUCED)

@@ -211,7 +211,7 @@ class ShardedDataParallel(nn.Module):
         """
         if self._world_size == 1:
             return
-        self._reduction.complete("reduce")
+        self._reduction.ensure_summed("reduce")
         if not self._reduction.reduced:
             self._reduction.reduce()
         # A pass in no_sync() may have come after one that was reduced, or on some
@@ -686,7 +686,7 @@ class GradientReduction:
         self._bucket_observer = weakref.ref(bucket_observer)
         return bucket_observer
 
-    def complete(self, caller: str) -> None:
+    def ensure_summed(self, caller: str) -> None:
         """Take part in what the other workers reduce, if an observer waits for it: no
         further pass comes in this step.
 
@@ -698,7 +698,7 @@ class GradientReduction:
         """
         observer = self._hook_observer() or self._bucket_observer()
         if observer is not None and (listener := observer.listener()) is not None:
-            listener.complete(caller)
+            listener.ensure_summed(caller)
 
     def own_norms(self) -> list[tuple[int, Tensor]]:
         self.finish_reduction()
@@ -805,7 +805,6 @@ class _OwnedShards(GradientObserver):
     """
 
     sharded = True
-    norm_in_parts = True
     reducer: weakref.ref[GradientReduction]
 
     def gradients_left(self, params: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -817,7 +816,7 @@ class _OwnedShards(GradientObserver):
         )
 
     @without_gradients
-    def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
+    def reduced_sq_norms(self) -> Tensor:
         reducer = self.reducer()
         if reducer is None:
             raise RuntimeError(

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ray_adascale import (
     OSS,
     AdaScale,
+    AdaScaleOptimizer,
     AdaScaleConfig,
     TauSchedule,
     attach,
@@ -49,7 +50,7 @@ def test_scale_and_samples_follow_from_the_clients_batch() -> None:
         scheduler,
         settings(100, per_worker_batch_size=2 * BATCH, accumulation=3),
     )
-    assert isinstance(adascale, AdaScale)
+    assert isinstance(adascale, AdaScaleOptimizer)
     assert isinstance(schedule, TauSchedule)
     assert (adascale.scale, adascale.num_samples) == (6.0, 3)
     assert schedule.base_schedule.total_steps == 100
@@ -328,7 +329,7 @@ def test_the_passes_of_a_run_of_one_pass_are_watched_at_its_beginning_only() -> 
 
 def timms_loop(
     checkpoint: dict[str, Any], updates: int
-) -> tuple[AdaScale, TauSchedule, list[Any]]:
+) -> tuple[AdaScaleOptimizer, TauSchedule, list[Any]]:
     """timm's train.py, in the documented order: scheduler and attach() above
     resume_checkpoint() and CheckpointSaver().
     """
