@@ -21,8 +21,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from ray_adascale import (
     OSS,
     AdaScale,
-    AdaScaleOptimizer,
     AdaScaleConfig,
+    AdaScaleOptimizer,
     TauSchedule,
     attach,
     record_recipe,
