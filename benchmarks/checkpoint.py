@@ -100,7 +100,7 @@ def background(run: Run, folder: Path) -> tuple[float, float, int]:
     until it is written, and bytes.
     """
     began = time.perf_counter()
-    checkpointing = run.parts.checkpointing
+    checkpointing = run.parts.boundary.checkpointing
     checkpointing.begin(run)
     copied = time.perf_counter()
     saver = checkpointing.saver

@@ -189,7 +189,7 @@ def test_a_run_may_resume_with_a_schedule_and_without_one(tmp_path: Path) -> Non
     )
     assert follows.effective_steps == given.effective_steps
     assert {scale for scale, *_ in drive(follows)} <= {
-        plan.scale for plan in follows.parts.stages[0].follower.plans
+        plan.scale for plan in follows.parts.boundary.stages[0].follower.plans
     }
 
 

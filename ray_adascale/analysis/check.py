@@ -98,7 +98,7 @@ def check_workload(
                 doing = "The preparation of a run"
                 run = Run.of(built, settings, recipe=recipe, backend=LocalBackend())
                 doing = "The evaluation of the untrained model"
-                untrained = run.parts.evaluation.try_out(run.backend.device)
+                untrained = run.parts.boundary.evaluation.try_out(run.backend.device)
                 if untrained:
                     found.append(
                         Finding(

@@ -40,13 +40,18 @@ from ..train.connection import check_address
 from .checking import Check
 from .command import Command, parse, tell
 from .options import OptionParser
-from .reading import Describe, Forecast, Report
+from .reading import Describe, Report, ShowForecast
 from .train import Resume, Train
 from .tune import Tune
 
 COMMANDS: dict[str, type[Command]] = {
-    each.__name__.lower(): each
-    for each in (Check, Tune, Forecast, Train, Resume, Report, Describe)
+    "check": Check,
+    "tune": Tune,
+    "forecast": ShowForecast,
+    "train": Train,
+    "resume": Resume,
+    "report": Report,
+    "describe": Describe,
 }
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class Forecast(Command):
+class ShowForecast(Command):
     """Predict the optimizer steps of a recipe on each number of workers, and with
     --measure time and cost.
 

@@ -38,7 +38,7 @@ Otherwise the first failure ends the run.
 
 
 @dataclass(kw_only=True)
-class Workers:
+class WorkerOptions:
     """Options of a run that a resume may change.
 
     Attributes:
@@ -104,7 +104,7 @@ class Workers:
 
 
 @dataclass(kw_only=True)
-class Train(OnRay, Workers):
+class Train(OnRay, WorkerOptions):
     """Run a workload on Ray workers, with the schedule of the base batch and AdaScale's
     gain.
 
@@ -383,7 +383,7 @@ class Resume(Command):
     run: str = option()
     storage_path: str | None = None
     trust: bool = False
-    others = (Workers, Connection, AdaScaleConfig)
+    others = (WorkerOptions, Connection, AdaScaleConfig)
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
@@ -392,7 +392,7 @@ class Resume(Command):
         """
         parser.set_defaults(command=cls)
         add_options(parser, cls)
-        add_options(parser, Workers, default="as before")
+        add_options(parser, WorkerOptions, default="as before")
         add_options(parser, Connection)
         add_options(parser, AdaScaleConfig, ["accept_changes"])
 

@@ -66,50 +66,6 @@ from .passes import Passes
 from .unit_weights import UnitWeights
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunParts:
-    """The parts of a run, built and restored from the newest checkpoint.
-
-    Attributes:
-        backend: The surroundings of the run.
-        config: The settings, with the recipe's base batch size and T.
-        plan: The batch of the first step of this start; ``Run.plan`` is up to date.
-        train_state: The objects that a checkpoint is made from: model, optimizer, data,
-            schedule, the loop's own state.
-        advice: Doubts about the schedule and the base batch, a sentence each. Rank 0
-            has warned of them.
-        model: The model to call.
-        passes: Runs the passes of each step, and the step.
-        replicas: Compares the copies that the workers have of weights and gradients.
-        stages: The stages of a step boundary, in order.
-        evaluation: The stage that evaluates.
-        clipping: Clips gradients.
-        unit_weights: Weights the micro-batches of a step by the user's units; None:
-            their examples count.
-        checkpointing: The stage that saves checkpoints.
-        reporting: The stage that reports.
-        listeners: The listeners, in order. Workers other than rank 0 have none.
-        base: The base runs of the recipe, for the verdict; None without a recipe.
-    """
-
-    backend: Backend
-    config: AdaScaleConfig
-    plan: StepPlan
-    train_state: TrainState
-    advice: list[str]
-    model: nn.Module
-    passes: Passes
-    replicas: Replicas
-    stages: tuple[Stage, ...]
-    evaluation: Evaluation
-    clipping: Clipping
-    unit_weights: UnitWeights | None
-    checkpointing: Checkpointing
-    reporting: Reporting
-    listeners: list[Listener]
-    base: BaseFigures | None
-
-
 @dataclass(frozen=True)
 class Given:
     """What a run is built from: the arguments of ``Run``.
@@ -125,6 +81,11 @@ class Given:
     config: AdaScaleConfig
     recipe: Recipe | None
     backend: Backend
+
+    @property
+    def base(self) -> BaseFigures | None:
+        """The base runs of the recipe, for the verdict; None without a recipe."""
+        return None if self.recipe is None else BaseFigures.of(self.recipe)
 
 
 @dataclass(frozen=True)
@@ -164,6 +125,52 @@ class Training:
     clipping: Clipping
     advice: list[str]
     cpu_group: dist.ProcessGroup | None
+
+
+@dataclass(frozen=True)
+class AtBoundary:
+    """What acts at the step boundaries of a run.
+
+    Attributes:
+        stages: The stages, in order.
+        evaluation: The stage that evaluates.
+        checkpointing: The stage that saves checkpoints.
+        reporting: The stage that reports.
+    """
+
+    stages: tuple[Stage, ...]
+    evaluation: Evaluation
+    checkpointing: Checkpointing
+    reporting: Reporting
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """The parts of a run, built and restored from the newest checkpoint.
+
+    Attributes:
+        given: What the run was built from.
+        training: What moves the weights.
+        plan: The batch of the first step of this start; ``Run.plan`` is up to date.
+        train_state: The objects that a checkpoint is made from: model, optimizer, data,
+            schedule, the loop's own state.
+        passes: Runs the passes of each step, and the step.
+        replicas: Compares the copies that the workers have of weights and gradients.
+        unit_weights: Weights the micro-batches of a step by the user's units; None:
+            their examples count.
+        boundary: What acts at step boundaries.
+        listeners: The listeners, in order. Workers other than rank 0 have none.
+    """
+
+    given: Given
+    training: Training
+    plan: StepPlan
+    train_state: TrainState
+    passes: Passes
+    replicas: Replicas
+    unit_weights: UnitWeights | None
+    boundary: AtBoundary
+    listeners: list[Listener]
 
 
 def assemble(
@@ -241,16 +248,15 @@ def _loop_of(given: Given, data: RunData, training: Training) -> RunParts:
     )
     train_state = _train_state_of(given, data, training, batch, evaluation)
     plan, trace, listeners = _resume(given, data, train_state, batch, evaluation)
-    base = None if given.recipe is None else BaseFigures.of(given.recipe)
     if trace is not None:  # the metrics are known as the loop begins
         trace.first = {
             "optimizer": class_name(largest_part(inputs.optimizer)),
             "untrained": evaluation.untrained,
             "total_steps": data.total_steps,
         }
-        if base is not None:
+        if given.base is not None:
             trace.first |= {
-                BASE: asdict(base),
+                BASE: asdict(given.base),
                 NORM_BATCH: norm_batch(training.module, plan),
             }
     replicas = Replicas(
@@ -298,22 +304,15 @@ def _loop_of(given: Given, data: RunData, training: Training) -> RunParts:
         reporting,
     )
     return RunParts(
-        backend=backend,
-        config=config,
-        plan=plan,
-        train_state=train_state,
-        advice=training.advice,
-        model=wrapped.model,
-        passes=passes,
-        replicas=replicas,
-        stages=stages,
-        evaluation=evaluation,
-        clipping=training.clipping,
-        unit_weights=unit_weights,
-        checkpointing=checkpointing,
-        reporting=reporting,
-        listeners=listeners,
-        base=base,
+        given,
+        training,
+        plan,
+        train_state,
+        passes,
+        replicas,
+        unit_weights,
+        AtBoundary(stages, evaluation, checkpointing, reporting),
+        listeners,
     )
 
 

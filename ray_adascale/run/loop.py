@@ -159,8 +159,8 @@ class Run:
             recipe=recipe,
             backend=LocalBackend() if backend is None else backend,
         )
-        self.backend = parts.backend
-        self.config = parts.config
+        self.backend = parts.given.backend
+        self.config = parts.given.config
         self.plan = parts.plan
         own = parts.train_state
         self.source = own.source
@@ -169,10 +169,10 @@ class Run:
         self.total_steps = self.base_schedule.total_steps
         """T."""
         self.module = own.module
-        self.model = parts.model
+        self.model = parts.training.wrapped.model
         self.optimizer = own.optimizer
         self._rule = name_of(self.optimizer.rule)
-        self.advice = parts.advice
+        self.advice = parts.training.advice
         """Doubts about the schedule and the base batch, a sentence each. Rank 0 has
         warned of them.
         """
@@ -190,9 +190,9 @@ class Run:
         )
         self._taken: Step | None = None  # until it is read
         self._ended: Step | None = None  # the last step of this start
-        self._stages = Stages(parts.stages, parts.backend.rank)
+        self._stages = Stages(parts.boundary.stages, parts.given.backend.rank)
         self._loop_seconds = 0.0
-        self._pulse = Pulse(parts.config.step_timeout_s)
+        self._pulse = Pulse(parts.given.config.step_timeout_s)
 
     @classmethod
     def of(
@@ -335,7 +335,7 @@ class Run:
         """
 
         def due(tau: float) -> bool:
-            return self.parts.evaluation.due_in_loop(
+            return self.parts.boundary.evaluation.due_in_loop(
                 tau, ended=self.base_schedule.ended_at(tau)
             )
 
@@ -348,7 +348,7 @@ class Run:
     @property
     def reported(self) -> bool:
         """Whether this step boundary was reported."""
-        return self.parts.reporting.reported_step == self.state.iterations
+        return self.parts.boundary.reporting.reported_step == self.state.iterations
 
     @uncompiled
     def record(self, **metrics: Any) -> None:
@@ -360,7 +360,7 @@ class Run:
         self.state.recorded.update(metrics)
         for listener in self.parts.listeners:
             listener.after_record(metrics)
-        self.parts.evaluation.after_record(metrics, self.effective_steps)
+        self.parts.boundary.evaluation.after_record(metrics, self.effective_steps)
 
     @uncompiled
     def sum(self, **values: float | Tensor) -> dict[str, float]:
@@ -380,7 +380,7 @@ class Run:
         """Set σ² and μ² from a probe, to be reported for steps that have one
         gradient sample at S = 1.
         """
-        self.parts.reporting.probed = sigma2, mu2
+        self.parts.boundary.reporting.probed = sigma2, mu2
 
     @uncompiled
     def summary(self) -> dict[str, Any]:
@@ -406,7 +406,7 @@ class Run:
         """The comparison with the base runs of the recipe; None without a recipe, and
         before the end.
         """
-        base = self.parts.base
+        base = self.parts.given.base
         state = self.state
         if base is None or self.stopped in (None, INTERRUPTED):
             return None
@@ -437,7 +437,7 @@ class Run:
             with self._passes.guard(), self.backend.watch(self._pulse):
                 if self.state.iterations == 0:
                     self._pulse.enter(Phase.BOUNDARY)
-                    self.parts.evaluation.try_out(
+                    self.parts.boundary.evaluation.try_out(
                         self.backend.device, log=self.backend.rank == 0
                     )
                 # The known τ decides: a step after which τ may have reached T is read
@@ -575,7 +575,7 @@ class Run:
         self._guards.step()
         before = self.optimizer.last_step
         lr = self.schedule.lrs[0]
-        self.parts.clipping.clip(
+        self.parts.training.clipping.clip(
             self.optimizer, self.plan, self.optimizer.average_moments
         )
         self._passes.step()
@@ -614,7 +614,7 @@ class Run:
         self.state.scales += self.plan.scale
         if self._after_step is not None:
             self._after_step(self.optimizer, before)
-        self.parts.reporting.count(self.plan.global_batch_size)
+        self.parts.boundary.reporting.count(self.plan.global_batch_size)
         return Step(
             number=self.state.iterations,
             plan=self.plan,
@@ -661,10 +661,10 @@ class Run:
 
         # The metrics, as they are reported, and as the listeners see them.
         loss = step.user_metrics.get("loss", result.shared["loss"])
-        metrics = self.parts.reporting.metrics(
+        metrics = self.parts.boundary.reporting.metrics(
             result, self.plan, loss=loss, lr=step.lr, progress=self.state.progress
         )
-        clipped = self.parts.clipping.read(result)
+        clipped = self.parts.training.clipping.read(result)
         if clipped:
             self.state.clipped += 1
         self.state.metrics = {**metrics, **step.recorded}
@@ -697,18 +697,18 @@ class Run:
         the listeners.
         """
         if why == TOTAL_STEPS_REACHED:
-            self.parts.evaluation.finish(self)
+            self.parts.boundary.evaluation.finish(self)
         self.state.stopped = why
         if not self.state.metrics:  # there was no step
             last = self.optimizer.last_step
             lr = self.schedule.lrs[0]
             progress = self.state.progress
-            metrics = self.parts.reporting.metrics(
+            metrics = self.parts.boundary.reporting.metrics(
                 last, self.plan, loss=math.nan, lr=lr, progress=progress
             )
             self.state.metrics = metrics
         self.state.metrics = {**self.state.metrics, **self.state.recorded}
-        self.parts.checkpointing.saver.finish()
+        self.parts.boundary.checkpointing.saver.finish()
         self.report(save=self.backend.report_policy.save_end)
         for listener in self.parts.listeners:
             listener.ended(why, self.state.metrics)
@@ -734,7 +734,7 @@ class Run:
             effective_steps=tau,
             schedule=self.base_schedule,
             stopped=state.stopped,
-            evaluated=self.parts.evaluation.evaluated_at == tau,
+            evaluated=self.parts.boundary.evaluation.evaluated_at == tau,
             user_keys=tuple(state.recorded),
         )
 
@@ -749,7 +749,7 @@ class Run:
             RuntimeError: The model has a trainable parameter that no group has.
         """
         self._passes.users_model.check()
-        return self.parts.reporting.report(self, save=save)
+        return self.parts.boundary.reporting.report(self, save=save)
 
     @uncompiled
     def save_checkpoint(self) -> Path | None:

@@ -134,10 +134,13 @@ ADAPTIVE: dict[str, Any] = {"target_efficiency": 0.5, "max_global_batch_size": 3
 
 def test_stages_are_in_their_order_and_the_batch_is_chosen_first() -> None:
     parts = built()
-    assert kinds(parts.stages) == STAGES
-    assert parts.stages[2] is parts.evaluation
-    assert parts.stages[4:] == (parts.checkpointing, parts.reporting)
-    assert kinds(built(**ADAPTIVE).stages) == STAGES
+    assert kinds(parts.boundary.stages) == STAGES
+    assert parts.boundary.stages[2] is parts.boundary.evaluation
+    assert parts.boundary.stages[4:] == (
+        parts.boundary.checkpointing,
+        parts.boundary.reporting,
+    )
+    assert kinds(built(**ADAPTIVE).boundary.stages) == STAGES
 
 
 def test_a_given_batch_above_an_epoch_is_refused_at_once_where_it_would_be_dropped() -> (
@@ -180,7 +183,7 @@ def _beside_rank_0(folder: str) -> tuple[list[str], list[str], int]:
     doubts = sum("larger than the dataset" in str(w.message) for w in caught)
     return (
         [kind.__name__ for kind in kinds(parts.listeners)],
-        [kind.__name__ for kind in kinds(parts.stages)],
+        [kind.__name__ for kind in kinds(parts.boundary.stages)],
         doubts,
     )
 

@@ -206,7 +206,7 @@ def test_what_is_due_once_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     asked = itertools.count(1)
     due = {3: BoundaryFlags.REPORT}  # at the third step boundary
-    reporting = run.parts.reporting
+    reporting = run.parts.boundary.reporting
     monkeypatch.setattr(reporting, "timer", ALWAYS)  # it is asked in each step
     monkeypatch.setattr(
         reporting, "flags", lambda: due.get(next(asked), BoundaryFlags.NONE)
@@ -581,7 +581,9 @@ def test_background_checkpoints_of_a_fused_run(tmp_path: Path) -> None:
         run.backward(F.cross_entropy(run.model(x), y))
         steps += run.step()
         deadline = time.monotonic() + 10
-        while run.parts.checkpointing.saver.busy and time.monotonic() < deadline:
+        while (
+            run.parts.boundary.checkpointing.saver.busy and time.monotonic() < deadline
+        ):
             time.sleep(0.001)  # until it is written, however busy the machine is
     written = [
         path for path in tmp_path.glob("checkpoint_*") if checkpoint.is_sealed(path)

@@ -550,8 +550,8 @@ def test_training_goes_on_while_one_checkpoint_is_written(
                 assert disk.begun == 1, "at most one in flight"
                 assert not list(tmp_path.glob("checkpoint_*/manifest.json"))
                 disk.may_write.set()
-                assert run.parts.checkpointing.saver._in_flight is not None
-                run.parts.checkpointing.saver._in_flight.saving._thread.join()  # type: ignore[union-attr]
+                assert run.parts.boundary.checkpointing.saver._in_flight is not None
+                run.parts.boundary.checkpointing.saver._in_flight.saving._thread.join()  # type: ignore[union-attr]
             if len(weights) == 21:
                 break
     (first,) = [

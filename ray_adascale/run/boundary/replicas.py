@@ -24,7 +24,7 @@ from ...optim.adascale import AdaScaleOptimizer
 from ...optim.step_sums import constant
 from ...sharding.buckets import memory_order, memory_view
 from ..guards.guard import Guard
-from ..observe.step import Step
+from ..observe.step import Step, of_first
 
 _INTEGERS = {1: torch.int8, 2: torch.int16}
 _ELEMENTS = 1 << 16
@@ -42,8 +42,6 @@ _COMPARED = {
 """What is compared, and the relative difference that is none. Processors of unequal
 kinds round float32 norms otherwise.
 """
-_FIRST = "_of_first"
-"""The end of the name of rank 0's number, which the other workers send as zero."""
 _CAUSES = (
     "Likely causes: the loop calls the bare model in place of run.model(...); the "
     "loop, or an optimizer with random numbers, changes weights otherwise on each "
@@ -202,7 +200,7 @@ class Replicas(Guard):
                 bits = cast(Tensor, self._pieces[self._steps % len(self._pieces)].sum())
             own |= {"norm": norm, "bits": bits.to(self._zero.device)}
         return own | {
-            name + _FIRST: number if self._rank == 0 else self._zero
+            of_first(name): number if self._rank == 0 else self._zero
             for name, number in own.items()
         }
 
@@ -236,7 +234,7 @@ class Replicas(Guard):
             if name not in summed:
                 continue
             total = summed[name]
-            first = summed[name + _FIRST]
+            first = summed[of_first(name)]
             # In a step that all workers skip the norm is infinite or NaN.
             close = abs(total - self._workers * first) <= difference * abs(total)
             same = close if math.isfinite(total) else repr(total) == repr(first)

@@ -11,7 +11,7 @@ from ...data.order import MicroBatch
 from ...optim.adascale import AdaScaleOptimizer
 from ...optim.guards import FOREIGN_PASS
 from ...optim.schedule import EffectiveSchedule
-from ..observe.step import Step
+from ..observe.step import Step, of_first
 from .first_steps import OWN_EXAMPLES
 from .guard import Guard
 
@@ -102,8 +102,9 @@ class EqualLosses(Guard):
         """Compare the losses of a step."""
         if step.plan.passes == 1:
             return
-        total = step.result.shared["loss"]
-        difference = abs(total - self._workers * step.result.shared["loss_of_first"])
+        shared = step.result.shared
+        total = shared["loss"]
+        difference = abs(total - self._workers * shared[of_first("loss")])
         if total == 0 or difference > 1e-12 * abs(total):
             self._in_a_row = 0
             return

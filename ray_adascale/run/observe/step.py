@@ -78,3 +78,8 @@ class Listener:
         """Process the failure of the run on this worker, under an
         ``AdaScaleTrainer``.
         """
+
+
+def of_first(name: str) -> str:
+    """Return the name of rank 0's number, which the other workers send as zero."""
+    return f"{name}_of_first"

@@ -280,7 +280,7 @@ class Verdict:
     def __str__(self) -> str:
         return "\n".join(self.lines)
 
-    def _checks(self) -> Iterator[Check]:
+    def _checks(self) -> Iterator[FirstCheck]:
         """Yield the first checks, in the order of the page."""
         yield from self._passes()
         yield from self._micro_batch()
@@ -288,49 +288,49 @@ class Verdict:
         yield self._efficiency()
         for text, edge in self.base.at_edge.items():
             beyond = "above" if edge == "largest" else "below"
-            yield Check(
+            yield FirstCheck(
                 finding=f"{text} is the {edge} that the search tried: search {beyond} "
                 "it, too."
             )
 
-    def _passes(self) -> Iterator[Check]:
+    def _passes(self) -> Iterator[FirstCheck]:
         if self.run.examples is None:
             return
         warning = epochs_warning(self.base, self.run.examples)
         if warning is None:
-            yield Check(figure=epochs_in_words(self.base, self.run.examples))
+            yield FirstCheck(figure=epochs_in_words(self.base, self.run.examples))
         else:
-            yield Check(finding=warning)
+            yield FirstCheck(finding=warning)
 
-    def _micro_batch(self) -> Iterator[Check]:
+    def _micro_batch(self) -> Iterator[FirstCheck]:
         examples = self.run.norm_batch
         base = self.base.base_batch_size
         if examples is None:
             return
         figure = f"batch norm over {examples} examples, {base} in the base run"
         if examples >= base:
-            yield Check(figure=figure)
+            yield FirstCheck(figure=figure)
             return
-        yield Check(finding=f"B{figure[1:]}: use per_worker_batch_size={base}.")
+        yield FirstCheck(finding=f"B{figure[1:]}: use per_worker_batch_size={base}.")
 
-    def _stability(self) -> Check:
+    def _stability(self) -> FirstCheck:
         clipped = self.run.clipped
         skipped = self.run.skipped
         figure = (
             f"{_percent(clipped)} of the steps clipped, {_percent(skipped)} skipped"
         )
         if clipped + skipped <= _UNSTABLE:
-            return Check(figure=figure)
-        return Check(
+            return FirstCheck(figure=figure)
+        return FirstCheck(
             finding=f"Stability: {figure}. The schedule is near its edge: use a "
             "smaller S, a lower learning rate or a warm-up at the base batch."
         )
 
-    def _efficiency(self) -> Check:
+    def _efficiency(self) -> FirstCheck:
         figure = f"efficiency {_percent(self.run.efficiency)}"
         if self.run.efficiency >= _EFFICIENT:
-            return Check(figure=figure)
-        return Check(
+            return FirstCheck(figure=figure)
+        return FirstCheck(
             finding=f"E{figure[1:]}: less than half of each example counted. Use a "
             "smaller S."
         )
@@ -364,7 +364,7 @@ def epochs_warning(base: BaseFigures, examples: float) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check:
+class FirstCheck:
     """One of the first checks.
 
     Attributes:
