@@ -37,9 +37,9 @@ WINDOW = 0.05
 def measure_every(total_steps: int, scale: int) -> int:
     """Return k: one step in k is measured, late in a run of T at a scale."""
     from ray_adascale.batch import StepPlan
-    from ray_adascale.optim.sampling import MeasuredSteps
+    from ray_adascale.optim.next_state import Averaging
 
-    return MeasuredSteps(WINDOW * total_steps).every(
+    return Averaging(window=WINDOW * total_steps).every(
         total_steps, StepPlan().at_scale(scale)
     )
 

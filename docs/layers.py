@@ -125,7 +125,7 @@ TORCH_LAYERS: list[list[Package]] = [
             "tau_schedule curves schedule scheduler_checks adascale algorithm "
             "current_step guards workers next_state saved_state effective_average "
             "rules betas bias_correction deferred wrapper grad_scaler adam_metric "
-            "step_sums sampling",
+            "step_sums",
         ),
         Package("", "the batch of a step", "batch"),
         Package(

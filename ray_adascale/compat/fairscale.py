@@ -21,7 +21,6 @@ from ..gain import count_decay
 from ..optim.adascale import AdaScaleOptimizer
 from ..optim.next_state import Averaging, Smoothing
 from ..optim.rules import ScalingRule
-from ..optim.sampling import MeasuredSteps
 
 
 @dataclass(frozen=True)
@@ -134,11 +133,11 @@ class AdaScale(AdaScaleOptimizer):
             debias=debias_ewma,
             clip_samples=clip == "samples",
             variance_floor=variance_floor,
+            measure_every=measure_every,
         )
         super().__init__(
             optimizer,
             averaging,
-            MeasuredSteps(window, measure_every),
             passes=passes,
             scale=scale,
             world_size=world_size,

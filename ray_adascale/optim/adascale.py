@@ -22,7 +22,6 @@ from .algorithm import AdaScaleAlgorithm
 from .current_step import CurrentStep
 from .next_state import AdaScaleState, Averaging
 from .rules import AdaScaleRule, ScalingRule
-from .sampling import MeasuredSteps
 from .saved_state import check_tensors, with_tensors, without_tensors
 from .step_sums import StepEnd, StepResult
 from .workers import Workers
@@ -52,8 +51,7 @@ class AdaScaleOptimizer(OptimizerWrapper):
 
     Args:
         optimizer: The optimizer to wrap.
-        averaging: How σ² and μ² are averaged.
-        sampling: Decides which steps are measured.
+        averaging: How σ² and μ² are averaged, and which steps measure them.
         passes: Backward passes per optimizer step.
         scale: S. Default: workers · ``passes``.
         world_size: Workers that share the batch. Default: the size of
@@ -96,7 +94,6 @@ class AdaScaleOptimizer(OptimizerWrapper):
         self,
         optimizer: Optimizer,
         averaging: Averaging,
-        sampling: MeasuredSteps,
         *,
         passes: int = 1,
         scale: float | None = None,
@@ -121,7 +118,7 @@ class AdaScaleOptimizer(OptimizerWrapper):
         self._single_gain = single_gain
         self._current = CurrentStep(
             sharding,
-            sampling,
+            averaging,
             workers,
             grad_scaler=grad_scaler,
             to_mean=to_mean,

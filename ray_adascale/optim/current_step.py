@@ -35,7 +35,7 @@ from ..sharding.kinds import sharding_of
 from ..sharding.kinds.sharding import Preconditioner, Sharding, Wanted
 from ..sharding.known_groups import KnownGroups
 from .guards import CLEARED, FOREIGN_PASS, UnchangedGradients
-from .sampling import MeasuredSteps
+from .next_state import Averaging
 from .step_sums import (
     OWN,
     Numbers,
@@ -88,7 +88,7 @@ class CurrentStep:
 
     Args:
         sharding: The kind of sharding of the gradients.
-        sampling: Decides which steps are measured.
+        averaging: Decides which steps are measured.
         workers: Workers that share the batch.
         grad_scaler: Scales the loss.
         to_mean: Divide the gradient, after the last pass, so that it is the mean over
@@ -118,7 +118,7 @@ class CurrentStep:
     def __init__(
         self,
         sharding: Sharding,
-        sampling: MeasuredSteps,
+        averaging: Averaging,
         workers: Workers,
         *,
         grad_scaler: torch.amp.GradScaler | None,
@@ -127,7 +127,7 @@ class CurrentStep:
     ) -> None:
         self.sharding = sharding
         self.workers = workers
-        self._sampling = sampling
+        self._averaging = averaging
         self._grad_scaler = grad_scaler
         self._to_mean = to_mean
         self._precondition = precondition
@@ -226,7 +226,7 @@ class CurrentStep:
         self.ended = ended
         self.unsampled = unsampled
         self.planned = self.declared
-        self.measured = unsampled > 0 or self._sampling.measures(ended, self.declared)
+        self.measured = unsampled > 0 or self._averaging.measures(ended, self.declared)
 
     # ---- the observer ----------------------------------------------------------------
 

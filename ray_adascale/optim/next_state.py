@@ -23,12 +23,17 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from .._errors import check_count
 from ..batch import StepPlan
 from ..gain import Average, advanced, gain_of_sums, plain_effective_decay
 from .rules import RuleInput, ScalingRule
 from .step_sums import Numbers, StepResult, StepSums, constant
 
 _NO_SAMPLE = (math.nan, math.nan)
+WINDOW_SAMPLES = 50
+"""Fewest measured steps in the averages' window. The first 50 steps of a run are all
+measured.
+"""
 MOST_SKIPPED = 50
 """Steps in a row that may not be skipped."""
 
@@ -41,7 +46,11 @@ Smoothing = float | Callable[[StepPlan], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Averaging:
-    """Settings of the moving averages of σ² and μ².
+    """Settings of the moving averages of σ² and μ², and which steps measure a sample
+    for them.
+
+    Which these are depends on a step's number and plan. So all workers, and every
+    resume, decide alike.
 
     Attributes:
         window: Width of averages over effective time, in effective steps; None for
@@ -51,6 +60,11 @@ class Averaging:
         clip_samples: Enforce σ², μ² ≥ 0 on each sample, and not only on the averages
             when they are read.
         variance_floor: Lower bound on σ².
+        measure_every: k, if one step in k is to be measured. Default: as many as the
+            window needs.
+
+    Raises:
+        ValueError: ``measure_every`` is out of its range.
     """
 
     window: float | None = None
@@ -58,10 +72,47 @@ class Averaging:
     debias: bool = True
     clip_samples: bool = False
     variance_floor: float = 0.0
+    measure_every: int | None = None
+
+    def __post_init__(self) -> None:
+        if (
+            self.measure_every is not None
+            and check_count("measure_every", self.measure_every) > 1
+            and self.window is None
+        ):
+            raise ValueError(
+                f"Invalid measure_every={self.measure_every} without averaging_window: "
+                "an average over steps needs each step's sample. Give averaging_window "
+                "and total_steps."
+            )
 
     def theta(self, plan: StepPlan) -> float:
         """Return θ of the moving average over steps, for a step of this plan."""
         return self.smoothing(plan) if callable(self.smoothing) else self.smoothing
+
+    def every(self, number: int, plan: StepPlan) -> int:
+        """Return k. It grows from 1 as the run does, so that the averages never rest on
+        few samples.
+
+        No step advances τ by more than S, so the window has :data:`WINDOW_SAMPLES` at
+        least.
+
+        Args:
+            number: Steps that have ended.
+            plan: Plan of a full step.
+        """
+        if self.measure_every is not None or self.window is None:
+            return self.measure_every or 1
+        return min(
+            max(1, math.floor(self.window / (max(plan.scale, 1.0) * WINDOW_SAMPLES))),
+            1 + number // WINDOW_SAMPLES,
+        )
+
+    def measures(self, number: int, plan: StepPlan) -> bool:
+        """Return whether a step is measured. The arguments are those of
+        :meth:`every`.
+        """
+        return number % self.every(number, plan) == 0
 
     def decay(self, plan: StepPlan, since_sample: float) -> float:
         """Return θ for a sample of a step of this plan.

@@ -27,7 +27,6 @@ from ..optim.adascale import AdaScaleOptimizer
 from ..optim.curves import curve_difference
 from ..optim.next_state import Averaging
 from ..optim.rules import betas_of, chosen_rule, make_rule, metric_of, name_of
-from ..optim.sampling import MeasuredSteps
 from ..optim.schedule import BaseSchedule, LRCurves
 from ..optim.wrapper import check_parameters, check_wrappable
 from ..recipe import Recipe
@@ -322,8 +321,7 @@ def adascale_of(
     window = config.averaging_window * total_steps
     return AdaScaleOptimizer(
         optimizer,
-        Averaging(window=window),
-        MeasuredSteps(window, config.measure_every),
+        Averaging(window=window, measure_every=config.measure_every),
         passes=plan.passes,
         scale=plan.scale,
         world_size=plan.workers,

@@ -63,7 +63,7 @@ FAULTS: list[tuple[str, str, str, str]] = [
      "        current.clear()\n        current.planned = current.declared if announced is None else announced\n", ""),
     ("optim/adascale.py", "AdaScaleOptimizer.__init__", "self._models = list(model.parameters())",
      "self._models = [p for p in model.parameters() if p.requires_grad]"),
-    ("optim/sampling.py", "MeasuredSteps.every", "1 + number // WINDOW_SAMPLES", "1 + number // (WINDOW_SAMPLES - 1)"),
+    ("optim/next_state.py", "Averaging.every", "1 + number // WINDOW_SAMPLES", "1 + number // (WINDOW_SAMPLES - 1)"),
     # ---- sharding
     ("run/clipping.py", "ExpectedNorm.add", "min(square, self._limit**2)", "square"),
     ("sharding/collectives.py", "norm_over_workers", "        total = total ** (1 / norm_type)\n", "        total = total * 1.0\n"),

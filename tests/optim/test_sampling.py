@@ -25,7 +25,7 @@ from ray_adascale import (
     ShardedGradScaler,
 )
 from ray_adascale.batch import StepPlan
-from ray_adascale.optim.sampling import WINDOW_SAMPLES, MeasuredSteps
+from ray_adascale.optim.next_state import WINDOW_SAMPLES, Averaging
 
 from ..classifier import batches, make_model, sample_gradient, weights
 from ..model.reference_run import ReferenceAdaScale, moments
@@ -49,16 +49,16 @@ def test_the_window_holds_fifty_samples_at_least() -> None:
     late = 10**6
     assert WINDOW_SAMPLES == 50
     # A window of 5,000 effective steps has 2,500 steps of gain 2: every 50th makes 50.
-    assert MeasuredSteps(5000.0).every(late, plan(2.0)) == 50
-    assert MeasuredSteps(5000.0).every(late, plan(16.0)) == 6  # ⌊5000 / (16 · 50)⌋
+    assert Averaging(window=5000.0).every(late, plan(2.0)) == 50
+    assert Averaging(window=5000.0).every(late, plan(16.0)) == 6  # ⌊5000 / (16 · 50)⌋
     # the gain of S = 1/2 is at most 1
-    assert MeasuredSteps(5000.0).every(late, plan(0.5)) == 100
-    assert MeasuredSteps(75.0).every(late, plan(2.0)) == 1  # T = 1,500
-    assert MeasuredSteps().every(late, plan(2.0)) == 1  # an average over steps
+    assert Averaging(window=5000.0).every(late, plan(0.5)) == 100
+    assert Averaging(window=75.0).every(late, plan(2.0)) == 1  # T = 1,500
+    assert Averaging().every(late, plan(2.0)) == 1  # an average over steps
 
 
 def test_a_run_begins_with_measured_steps() -> None:
-    sampling = MeasuredSteps(5000.0)
+    sampling = Averaging(window=5000.0)
     measured = [n for n in range(1000) if sampling.measures(n, plan(16.0))]
     assert measured[:WINDOW_SAMPLES] == list(range(WINDOW_SAMPLES))
     gaps = [after - before for before, after in itertools.pairwise(measured)]
@@ -67,7 +67,7 @@ def test_a_run_begins_with_measured_steps() -> None:
 
 
 def test_a_given_k_holds_from_the_first_step_on() -> None:
-    sampling = MeasuredSteps(50.0, 3)
+    sampling = Averaging(window=50.0, measure_every=3)
     assert [n for n in range(10) if sampling.measures(n, plan(2.0))] == [0, 3, 6, 9]
 
 

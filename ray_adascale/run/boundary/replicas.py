@@ -24,7 +24,7 @@ from ...optim.adascale import AdaScaleOptimizer
 from ...optim.step_sums import constant
 from ...sharding.buckets import memory_order, memory_view
 from ..guards.guard import Guard
-from ..observe.step import Step, of_first
+from ..observe.step import OF_FIRST, Step
 
 _INTEGERS = {1: torch.int8, 2: torch.int16}
 _ELEMENTS = 1 << 16
@@ -200,7 +200,7 @@ class Replicas(Guard):
                 bits = cast(Tensor, self._pieces[self._steps % len(self._pieces)].sum())
             own |= {"norm": norm, "bits": bits.to(self._zero.device)}
         return own | {
-            of_first(name): number if self._rank == 0 else self._zero
+            name + OF_FIRST: number if self._rank == 0 else self._zero
             for name, number in own.items()
         }
 
@@ -234,7 +234,7 @@ class Replicas(Guard):
             if name not in summed:
                 continue
             total = summed[name]
-            first = summed[of_first(name)]
+            first = summed[name + OF_FIRST]
             # In a step that all workers skip the norm is infinite or NaN.
             close = abs(total - self._workers * first) <= difference * abs(total)
             same = close if math.isfinite(total) else repr(total) == repr(first)

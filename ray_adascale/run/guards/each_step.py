@@ -11,7 +11,7 @@ from ...data.order import MicroBatch
 from ...optim.adascale import AdaScaleOptimizer
 from ...optim.guards import FOREIGN_PASS
 from ...optim.schedule import EffectiveSchedule
-from ..observe.step import Step, of_first
+from ..observe.step import OF_FIRST, Step
 from .first_steps import OWN_EXAMPLES
 from .guard import Guard
 
@@ -104,7 +104,7 @@ class EqualLosses(Guard):
             return
         shared = step.result.shared
         total = shared["loss"]
-        difference = abs(total - self._workers * shared[of_first("loss")])
+        difference = abs(total - self._workers * shared["loss" + OF_FIRST])
         if total == 0 or difference > 1e-12 * abs(total):
             self._in_a_row = 0
             return

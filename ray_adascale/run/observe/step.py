@@ -13,6 +13,12 @@ from ...optim.step_sums import StepResult
 _UNKNOWN = StepResult()
 
 
+OF_FIRST = "_of_first"
+"""The end of the name of rank 0's shared number, which the other workers send as
+zero.
+"""
+
+
 @dataclass
 class Step:
     """One optimizer step of a run: first what is known as it is taken, and once the
@@ -78,8 +84,3 @@ class Listener:
         """Process the failure of the run on this worker, under an
         ``AdaScaleTrainer``.
         """
-
-
-def of_first(name: str) -> str:
-    """Return the name of rank 0's number, which the other workers send as zero."""
-    return f"{name}_of_first"
