@@ -183,7 +183,7 @@ class AdaScaleAlgorithm:
     def _step_on_host(self, estimated: Estimate) -> None:
         """Read the step's numbers, and then step, unless the gradient is not finite."""
         step = self._read(estimated, read(estimated.numbers))
-        if step.skipped:
+        if step.skips:
             self._leave_out(step)
             return
         output = self._output_of_rule(step, estimated.sums.plan.scale)
@@ -383,7 +383,7 @@ class AdaScaleAlgorithm:
             step: The step.
             output: The rule's; None if the gain is both factor and increment.
         """
-        if step.skipped:
+        if step.skips:
             self._skip(step.shared)
             return
         self._equal_samples.read(step)

@@ -210,7 +210,7 @@ def check_identity(identity: Identity | None, step: StepResult) -> None:
     """Raise if the norms of a measured step were not those of the gradients that
     were reduced.
     """
-    if identity is not None and not step.skipped:
+    if identity is not None and not step.skips:
         identity.check(step.identity)
 
 

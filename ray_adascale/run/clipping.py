@@ -89,7 +89,7 @@ class ExpectedNorm:
         A step of which ‖ḡ‖² is unknown is left out, and so is one that was skipped.
         """
         square = step.squared_norm
-        if self._scale <= 1 or step.skipped or not math.isfinite(square):
+        if self._scale <= 1 or step.skips or not math.isfinite(square):
             return False
         past = plain_effective_decay(step.gain, self._window)
         self._total = past * self._total + (1 - past) * min(square, self._limit**2)

@@ -653,7 +653,7 @@ class Run:
         self._stages.sent |= step.flags
 
         # The clock, and the learning rates of ⌊τ⌋.
-        if result.skipped:
+        if result.skips:
             self._skipped.warn(step.number, result)
         else:
             self.state.progress = advanced(self.state.progress, result.gain)
@@ -680,7 +680,7 @@ class Run:
         step.row.update(metrics)
         step.row.update(clipped)
         step.row.update(step.user_metrics)
-        if result.skipped:
+        if result.skips:
             step.row[SKIPPED] = True
         for listener in self.parts.listeners:
             listener.after_step(step)

@@ -41,7 +41,7 @@ class NoiseWarning(Listener):
         """Warn if the batch has been too large for one window of the averages."""
         if self._warned:
             return
-        if not step.result.skipped:
+        if not step.result.skips:
             self._gains += step.metrics["gain"]
             self._scales += step.plan.scale
         noise_scale = step.metrics["noise_scale"]

@@ -137,7 +137,7 @@ class EtaTracker(Listener):
         self._timed += 1
         if self._timed == self._FIRST:
             self._since = time.monotonic()
-        if step.result.skipped:
+        if step.result.skips:
             self.eta = UNKNOWN
         else:
             self.eta = Eta(left, left * self.seconds_per_step if left else 0.0, rough)
