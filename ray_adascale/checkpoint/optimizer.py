@@ -25,6 +25,7 @@ from .._torch import is_dtensor, unwrapped_name
 from .._warn import warn_at_user
 from ..chain import parts_of
 from ..optim.adascale import AdaScaleOptimizer
+from ..optim.saved_state import STATISTICS
 from ..sharding.buckets import Fragment, memory_order
 from ..sharding.kinds import sharding_of
 from ..sharding.kinds.sharding import Sharding
@@ -41,9 +42,18 @@ _NUMBERS: dict[str, tuple[type, torch.dtype]] = {
 }
 _KINDS = frozenset({"optim", "optim.tensor", "optim.none", *_NUMBERS})
 _ORDERED = "optim@"
-# The parameters, and the implementation of a step, which depends on the machine.
+# The parameters; the implementation of a step, which depends on the machine; and
+# AdaScale's state, which a checkpoint has elsewhere.
 _NOT_SAVED = frozenset(
-    {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+    {
+        "params",
+        "param_names",
+        "foreach",
+        "fused",
+        "capturable",
+        "differentiable",
+        STATISTICS,
+    }
 )
 # optimizers with entries that hyperparameters() leaves out
 _WARNED: weakref.WeakSet[Optimizer] = weakref.WeakSet()

@@ -22,7 +22,12 @@ from .algorithm import AdaScaleAlgorithm
 from .current_step import CurrentStep
 from .next_state import AdaScaleState, Averaging
 from .rules import AdaScaleRule, ScalingRule
-from .saved_state import check_tensors, with_tensors, without_tensors
+from .saved_state import (
+    check_tensors,
+    reserve_entry,
+    with_tensors,
+    without_tensors,
+)
 from .step_sums import StepEnd, StepResult
 from .workers import Workers
 from .wrapper import OptimizerWrapper, check_parameters
@@ -109,6 +114,7 @@ class AdaScaleOptimizer(OptimizerWrapper):
         model: torch.nn.Module | None = None,
     ) -> None:
         super().__init__(optimizer)
+        reserve_entry(optimizer.param_groups)
         if model is not None:
             check_parameters(model, optimizer, alone=False)
             self._models = list(model.parameters())
@@ -250,6 +256,7 @@ class AdaScaleOptimizer(OptimizerWrapper):
         if statistics:
             check_tensors(statistics, self._algorithm.state)
         self._optimizer.load_state_dict(inner)
+        reserve_entry(self._optimizer.param_groups)
         if statistics:
             self.load_statistics_state(statistics)
         else:

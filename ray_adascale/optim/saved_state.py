@@ -14,6 +14,9 @@ from torch import Tensor
 from ..gain import Average
 from .next_state import AdaScaleState, Averaging, means_of
 
+STATISTICS = "adascale"
+"""The entry for AdaScale's state, in a state dict and in its first group."""
+
 _AVERAGES = ("total", "weight", "count")
 
 
@@ -90,6 +93,17 @@ def ended_of(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
     return int(tensors["ended"]), int(tensors["unsampled"])
 
 
+def reserve_entry(groups: list[dict[str, Any]]) -> None:
+    """Give an optimizer's first group an empty entry for AdaScale's state.
+
+    A flattened state dict has the state, too. But to load one,
+    ``torch.distributed.checkpoint.state_dict`` reads the entries that the optimizer's
+    own groups have, and no others.
+    """
+    if groups:
+        groups[0].setdefault(STATISTICS, None)
+
+
 def with_tensors(
     state_dict: dict[str, Any], tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
@@ -104,11 +118,11 @@ def with_tensors(
     groups = [
         {
             **first,
-            "adascale": {name: tensor.tolist() for name, tensor in tensors.items()},
+            STATISTICS: {name: tensor.tolist() for name, tensor in tensors.items()},
         },
         *others,
     ]
-    return {**state_dict, "param_groups": groups, "adascale": tensors}
+    return {**state_dict, "param_groups": groups, STATISTICS: tensors}
 
 
 def without_tensors(
@@ -122,15 +136,15 @@ def without_tensors(
         like: Tensors with the dtypes.
     """
     groups = state_dict["param_groups"]
-    inner = {key: value for key, value in state_dict.items() if key != "adascale"}
+    inner = {key: value for key, value in state_dict.items() if key != STATISTICS}
     inner["param_groups"] = [
-        {k: v for k, v in group.items() if k != "adascale"} for group in groups
+        {k: v for k, v in group.items() if k != STATISTICS} for group in groups
     ]
-    numbers = groups[0].get("adascale", {})
+    numbers = groups[0].get(STATISTICS) or {}
     tensors = {
         k: torch.tensor(v, dtype=like[k].dtype) for k, v in numbers.items() if k in like
     }
-    return inner, tensors | state_dict.get("adascale", {})
+    return inner, tensors | state_dict.get(STATISTICS, {})
 
 
 def of_other_base_batch(tensors: dict[str, Tensor], ratio: float) -> dict[str, Tensor]:

@@ -4,8 +4,10 @@ two workers and loaded by one to three.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import SGD, AdamW
 
-from ray_adascale import OSS, AdaScale, ShardedDataParallel
+from ray_adascale import OSS, AdaScale, OptimizerChain, ShardedDataParallel
+from ray_adascale.checkpoint.optimizer import hyperparameters
 
 from ..pool import ProcessPool
 
@@ -96,9 +99,24 @@ def clock(optimizer: Any) -> tuple[float, int]:
     )
 
 
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without torch's own warnings, of a process that has no others."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def statistics(optimizer: Any) -> dict[str, Any]:
+    """τ, the averages and all else of AdaScale's own."""
+    if not isinstance(optimizer, AdaScale):
+        return {}
+    return {name: t.tolist() for name, t in optimizer.statistics_state().items()}
+
+
 def saved(
     kind: str, mode: str, adascale: bool
-) -> tuple[Any, dict[str, torch.Tensor], tuple[float, int]]:
+) -> tuple[Any, dict[str, torch.Tensor], dict[str, Any]]:
     model, optimizer = ready(kind, 0, adascale=adascale)
     train(model, optimizer, 3)
     state = by_name(model, optimizer)
@@ -106,13 +124,13 @@ def saved(
     return (
         get_optimizer_state_dict(model, optimizer, options=options),
         state,
-        clock(optimizer),
+        statistics(optimizer),
     )
 
 
 def loaded(
     kind: str, mode: str, adascale: bool, state: Any, trained: bool, asks: bool
-) -> tuple[Any, tuple[float, int]]:
+) -> tuple[Any, dict[str, Any]]:
     model, optimizer = ready(kind, 1, adascale=adascale)
     options = StateDictOptions(**MODES[mode])
     if trained:
@@ -123,18 +141,13 @@ def loaded(
         again = get_optimizer_state_dict(model, optimizer, options=options)
         assert not any(isinstance(key, int) for key in again.get("state", {}))
     first = not dist.is_initialized() or dist.get_rank() == 0
-    with warnings.catch_warnings():
-        # flat, as documented
-        warnings.filterwarnings(
-            "ignore", message="The state dict has no AdaScale statistics"
-        )
-        set_optimizer_state_dict(
-            model,
-            optimizer,
-            state if first or mode != "broadcast" else {},
-            options=options,
-        )
-    return by_name(model, optimizer), clock(optimizer)
+    set_optimizer_state_dict(
+        model,
+        optimizer,
+        state if first or mode != "broadcast" else {},
+        options=options,
+    )
+    return by_name(model, optimizer), statistics(optimizer)
 
 
 @pytest.mark.also_simulated("adamw-full*-adascale")
@@ -144,10 +157,10 @@ def loaded(
 def test_state_of_two_workers_loads_on_one_two_and_three(
     pool: Pool, kind: str, mode: str, adascale: bool
 ) -> None:
-    (state, expected, ticked), *_ = pool(2).run(saved, kind, mode, adascale)
+    (state, expected, measured), *_ = pool(2).run(saved, kind, mode, adascale)
     assert len(expected) == 3 * (3 if kind == "adamw" else 1)
     assert all(bool(value.any()) for value in expected.values())
-    assert ticked[1] == (3 if adascale else 0)
+    assert measured.get("steps", 0) == (3 if adascale else 0)
     for workers in (1, 2, 3):
         for trained, asks in (
             (False, False),
@@ -171,12 +184,102 @@ def test_state_of_two_workers_loads_on_one_two_and_three(
                     loaded, kind, mode, adascale, state, trained, asks
                 )
             )
-            for found, clocks in outcomes:
+            for found, loaded_statistics in outcomes:
                 assert found.keys() == expected.keys()
                 assert all(
                     torch.equal(found[key], value) for key, value in expected.items()
                 ), (workers, trained, asks)
-                assert clocks == (ticked if mode != "flat" else (0.0, 0))
+                assert loaded_statistics == measured
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "no state": lambda groups: SGD(groups, lr=0.05),
+    "momentum": lambda groups: SGD(groups, lr=0.05, momentum=0.9),
+    "adamw": lambda groups: AdamW(groups, lr=0.05),
+    "chain": lambda groups: OptimizerChain(
+        [SGD(groups[:1], lr=0.05), AdamW(groups[1:], lr=0.01)]
+    ),
+}
+
+
+def goes_on_from_a_flattened_state(name: str, folder: str) -> dict[str, Any]:
+    """Three steps; then two more, and two of a fresh optimizer with the flattened
+    state: passed on as it is, and through a distributed checkpoint.
+    """
+
+    def made(seed: int) -> tuple[nn.Module, AdaScale]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+        groups = [
+            {"params": list(layer.parameters())} for layer in (model[0], model[2])
+        ]
+        inner = OPTIMIZERS[name](groups)
+        return model, AdaScale(inner, scale=4.0, num_gradients_to_accumulate=2)
+
+    def end(model: nn.Module, optimizer: AdaScale) -> tuple[Any, ...]:
+        train(model, optimizer, 2)
+        weights = [p.tolist() for p in model.parameters()]
+        return weights, statistics(optimizer), optimizer.effective_steps
+
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    model, optimizer = made(0)
+    train(model, optimizer, 3)
+    # a copy, since torch's loader keeps the tensors that it is given
+    state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+    with quiet():
+        dcp.save({"optimizer": state}, checkpoint_id=folder)
+    ends = {}
+    for way in ("passed on", "stored"):
+        other, fresh = made(1)
+        other.load_state_dict(model.state_dict())
+        into = state
+        if way == "stored":
+            into = get_optimizer_state_dict(other, fresh, options=options)
+            with quiet():
+                dcp.load({"optimizer": into}, checkpoint_id=folder)
+        set_optimizer_state_dict(other, fresh, into, options=options)
+        ends[way] = end(other, fresh)
+    ends["unbroken"] = end(model, optimizer)
+    return ends
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_flattened_state_goes_on_as_the_unbroken_run_to_the_last_bit(
+    pool: Pool, tmp_path: Path, workers: int, name: str
+) -> None:
+    outcomes = (
+        [goes_on_from_a_flattened_state(name, str(tmp_path))]
+        if workers == 1
+        else pool(2).run(goes_on_from_a_flattened_state, name, str(tmp_path))
+    )
+    for ends in outcomes:
+        assert ends["unbroken"][2] > 5.0  # τ: gains above 1
+        assert ends["passed on"] == ends["unbroken"]
+        assert ends["stored"] == ends["unbroken"]
+
+
+def test_the_entry_for_a_flattened_state_is_no_hyperparameter() -> None:
+    model = nn.Linear(5, 3)
+    optimizer = AdaScale(SGD(model.parameters(), lr=0.1), scale=1.0)
+    assert "adascale" not in hyperparameters(optimizer)[0]
+    loaded = AdaScale(SGD(model.parameters(), lr=0.1), scale=1.0)
+    loaded.load_state_dict(optimizer.state_dict())
+    assert loaded.param_groups[0]["adascale"] is None
+
+
+def test_a_flattened_state_of_a_bare_optimizer_is_loaded_before_adascale_is_made() -> (
+    None
+):
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    model = nn.Linear(5, 3)
+    bare = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = get_optimizer_state_dict(model, bare, options=options)
+    made = AdaScale(SGD(model.parameters(), lr=0.1, momentum=0.9), scale=1.0)
+    with pytest.raises(KeyError, match="adascale"):  # torch's
+        set_optimizer_state_dict(model, made, state, options=options)
+    set_optimizer_state_dict(model, bare, state, options=options)
+    assert AdaScale(bare, scale=1.0).effective_steps == 0.0
 
 
 def save_to(folder: str, kind: str) -> dict[str, torch.Tensor]:
@@ -194,8 +297,7 @@ def load_from(
 ) -> tuple[dict[str, torch.Tensor], tuple[float, int], list[bool]]:
     model, optimizer = ready(kind, 1)
     before = [p.detach().clone() for p in model.parameters()]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of a process that has no others
+    with quiet():
         # of a fresh one: a template
         into = {"optimizer": get_optimizer_state_dict(model, optimizer)}
         asked = clock(optimizer)
