@@ -443,45 +443,48 @@ class HookObserver(GradientObserver):
         def before_reduction() -> None:
             observer = ref()
             if observer is not None:
-                # DDP may write the reduced gradient into the same memory
-                observer.samples.flush()
-                seen = observer._pass.seen
-                number = observer._pass.number
-                measured = observer._pass.measured
-                reducing = observer._reducing
-                if (
-                    measured
-                    and observer.last_pass
-                    and reducing is not None
-                    and seen.count(number) < len(seen)
-                ):
-                    hooks = zip(observer._hooks, seen, strict=True)
-                    if unused := [
-                        p for p, last in hooks if last != number and p.requires_grad
-                    ]:
-                        reducing.check_unused(unused)
+                observer._end_local()
                 queue_end_of_backward(after_reduction)
-                observer._sent_early = reducing is None or reducing.in_one_round()
-                if (
-                    observer._sent_early
-                    and (listener := observer.listener()) is not None
-                ):
-                    listener.on_local(observer)
 
         def after_reduction() -> None:
             observer = ref()
             if observer is not None:
-                observer._pass.end = None
-                if (listener := observer.listener()) is not None:
-                    if not observer._sent_early:
-                        listener.on_local(observer)
-                    listener.on_reduced(observer)
+                observer._end_reduced()
 
         # The hook of a parameter runs before DDP gets the gradient, so this callback is
         # queued before DDP's own wait for the reduction. A callback that is queued when
         # it runs comes after that wait.
         queue_end_of_backward(before_reduction)
         self._pass.end = weakref.ref(before_reduction)
+
+    def _end_local(self) -> None:
+        """End the pass on this worker, whose gradients are all there."""
+        # DDP may write the reduced gradient into the same memory
+        self.samples.flush()
+        reducing = self._reducing
+        if self.last_pass and self._pass.measured and reducing is not None:
+            reducing.check_unused(self._unused())
+        self._sent_early = reducing is None or reducing.in_one_round()
+        if self._sent_early and (listener := self.listener()) is not None:
+            listener.on_local(self)
+
+    def _unused(self) -> list[Tensor]:
+        """Return the parameters that got no gradient in this pass."""
+        seen = self._pass.seen
+        number = self._pass.number
+        if seen.count(number) == len(seen):
+            return []
+        hooks = zip(self._hooks, seen, strict=True)
+        return [p for p, last in hooks if last != number and p.requires_grad]
+
+    def _end_reduced(self) -> None:
+        """End the pass, whose gradients were reduced if it was the step's last."""
+        self._pass.end = None
+        if (listener := self.listener()) is None:
+            return
+        if not self._sent_early:
+            listener.on_local(self)
+        listener.on_reduced(self)
 
     @property
     def device(self) -> torch.device:

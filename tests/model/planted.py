@@ -36,7 +36,7 @@ FAULTS: list[tuple[str, str, str, str]] = [
      "replace(state.last, skips=state.last.skips + 1, gain=1.0, shared=shared)"),
     ("optim/saved_state.py", "state_of", 'gain=float(tensors["previous_gain"])', "gain=1.0"),
     ("optim/next_state.py", "apply_rule", "RuleOutput(lr_factors, group_increments, ",
-     "RuleOutput(lr_factors, [rule(whole)[1]] * num_groups, "),
+     "RuleOutput(lr_factors, [rule(whole)[1]] * len(group_increments), "),
     ("optim/next_state.py", "gains_of", "whole = (total / weight).nan_to_num_(0.0).sum(dim=1, keepdim=True)", "whole = total[:, :1]"),
     ("optim/next_state.py", "estimate", "averaging.decay(sums.plan, state.since_sample)",
      "averaging.decay(sums.plan, state.last.gain)"),

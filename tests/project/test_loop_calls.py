@@ -26,14 +26,14 @@ def _calls(kinds: list[str], passes: int, workers: int) -> dict[str, float]:
     return {r["kind"]: r["calls"] for r in found}
 
 
-@pytest.mark.parametrize(("passes", "most"), [(1, 237), (4, 624)])
+@pytest.mark.parametrize(("passes", "most"), [(1, 238), (4, 630)])
 def test_a_step_in_one_process(passes: int, most: int) -> None:
     calls = _calls(["plain", "run", "attach"], passes, 1)
     assert calls["run"] <= most
     # whose DataLoader fetches single examples
     assert calls["run"] < 1.05 * calls["plain"]
     # In a loop of its own each pass of each step is counted.
-    assert calls["attach"] - calls["plain"] <= (182 if passes == 1 else 494)
+    assert calls["attach"] - calls["plain"] <= (182 if passes == 1 else 502)
 
 
 def test_a_step_on_two_workers() -> None:

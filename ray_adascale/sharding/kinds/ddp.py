@@ -145,7 +145,8 @@ class _Reducing:
     def check_unused(self, unused: Sequence[Tensor]) -> None:
         model = self._model()
         if (
-            model is None
+            not unused
+            or model is None
             or not model.require_backward_grad_sync
             or model.find_unused_parameters
             or model.static_graph
