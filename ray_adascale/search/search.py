@@ -83,7 +83,7 @@ class Search:
             error.
         callbacks: Tune's callbacks, for all trials, repeats and their reports:
             ``ray.air.integrations.mlflow``'s ``MLflowLoggerCallback``, or that of
-            Weights & Biases. A continued search keeps its first callbacks.
+            Weights & Biases. A continued search has those that it is given then.
 
     Raises:
         ValueError: A value has another type, is missing or is out of its range.

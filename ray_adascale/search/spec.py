@@ -39,6 +39,13 @@ class Asha(schedulers.AsyncHyperBandScheduler):
     Tune restores a scheduler as it was before the first trial, with empty rungs.
     """
 
+    @classmethod
+    def of(cls, scheduler: schedulers.AsyncHyperBandScheduler) -> Asha:
+        """Return a user's scheduler as one of this class."""
+        asha = cls.__new__(cls)
+        asha.__dict__.update(scheduler.__dict__)
+        return asha
+
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
         super().on_trial_add(tune_controller, trial)
         storage = trial.storage
@@ -133,11 +140,7 @@ class SearchSpec:
         checkpoint.
         """
         # ASHA and FIFO never pause a trial. Other schedulers, subclasses included, may.
-        return type(self.tune_scheduler) not in (
-            Asha,
-            schedulers.AsyncHyperBandScheduler,
-            schedulers.FIFOScheduler,
-        )
+        return type(self.tune_scheduler) not in (Asha, schedulers.FIFOScheduler)
 
     def searcher(self, at_once: int | None) -> dict[str, Any]:
         """Return the searcher and the number of trials at a time, as arguments of
@@ -393,6 +396,8 @@ class SearchSpec:
                 f"Invalid scheduler: {kind} with metric={scheduler.metric!r}. Leave "
                 "its metric and mode out: they are the workload's."
             )
+        if type(scheduler) is schedulers.AsyncHyperBandScheduler:
+            return Asha.of(scheduler)
         return scheduler
 
 

@@ -36,7 +36,7 @@ from .repeats import RepeatPlan, best_mean
 from .search import Search
 from .spec import Begun, SearchSpec
 from .trial import OBJECTIVE, InOneProcess, TrialSetup, run_repeat, run_trial
-from .watch import Finished, StopOnFatal, Watch, reached_end, watching
+from .watch import Callbacks, Finished, StopOnFatal, Watch, reached_end, watching
 
 _REGISTERING = threading.Lock()
 _QUIET = {"RAY_AIR_NEW_OUTPUT": "0", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
@@ -244,6 +244,7 @@ class _RunningSearch:
             begun=self.begun,
             verbose=search.verbose > 0,
             space=search.param_space,
+            users=search.callbacks,
         )
         # Half as many extra passes as in a repeat, as far as they limit the
         # measurements.
@@ -295,6 +296,7 @@ class _RunningSearch:
             verbose=self.spec.search.verbose > 0,
             what="repeat",
             describe=lambda config: str(planned[config["repeat"]]),
+            users=self.spec.search.callbacks,
         )
         setup = self._setup(str(where.name), share=SHARE)
         self._fit(
@@ -382,7 +384,7 @@ class _RunningSearch:
                 run_config = replace(
                     run_config,
                     stop=StopOnFatal(watch),
-                    callbacks=[watch, *self.spec.search.callbacks],
+                    callbacks=Callbacks(watch),
                 )
                 tuner = tune.Tuner(
                     trainable,

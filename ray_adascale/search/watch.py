@@ -9,7 +9,7 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
@@ -159,6 +159,7 @@ class Watch(tune.Callback):
         describe: Describes a trial's config for people.
         space: The search space. With one, the search ends if its first trials all make
             the same mistake during the build.
+        users: The user's callbacks.
 
     Attributes:
         finished: The trials that have ended, by id.
@@ -174,6 +175,7 @@ class Watch(tune.Callback):
     what: str = "trial"
     describe: Callable[[Mapping[str, Any]], str] = describe_config
     space: Mapping[str, Any] | None = None
+    users: Sequence[tune.Callback] = ()
 
     def __post_init__(self) -> None:
         self.finished: dict[str, Finished] = {}
@@ -381,6 +383,25 @@ def _live_watch(key: tuple[str, str]) -> Watch:
     return _watching.get(key) or Watch(
         0, begun=Begun(search, earlier=True), verbose=False, what=what
     )
+
+
+class Callbacks(list[tune.Callback]):
+    """Tune's callbacks of a search: its watch, and the user's.
+
+    Tune pickles its settings to restore a search with them. Unpickling gives the
+    callbacks of the restart, so that a logger can be mended or replaced.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__([watch, *watch.users])
+        self._key = watch.key
+
+    def __reduce__(self) -> Any:
+        return _live_callbacks, (self._key,)
+
+
+def _live_callbacks(key: tuple[str, str]) -> Callbacks:
+    return Callbacks(_live_watch(key))
 
 
 @contextmanager

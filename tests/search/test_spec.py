@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 from ray import tune
 from ray.train import ScalingConfig
 from ray.tune.schedulers import (
+    ASHAScheduler,
     AsyncHyperBandScheduler,
     FIFOScheduler,
     HyperBandScheduler,
@@ -257,9 +259,15 @@ def search_scheduler() -> Any:
     return spec(scheduler="asha").tune_scheduler
 
 
+def users_asha() -> Any:
+    users = ASHAScheduler(time_attr="effective_steps", max_t=T, grace_period=T // 8)
+    return spec(scheduler=users).tune_scheduler
+
+
 @pytest.mark.parametrize("continued", [False, True])
+@pytest.mark.parametrize("of", [search_scheduler, users_asha])
 def test_asha_knows_in_a_continued_search_how_good_earlier_trials_were(
-    tmp_path: Path, continued: bool
+    tmp_path: Path, of: Callable[[], Any], continued: bool
 ) -> None:
     """A trial that is worse than three others at T/8 is stopped there."""
 
@@ -280,7 +288,7 @@ def test_asha_knows_in_a_continued_search_how_good_earlier_trials_were(
         )
         return SimpleNamespace(trial_id=name, storage=storage), reports
 
-    scheduler = search_scheduler()
+    scheduler = of()
     scheduler.set_search_properties("objective", "max")
     for name in "abc":
         earlier, reports = trial(name, 1.0, 1.0)

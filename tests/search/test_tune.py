@@ -675,11 +675,16 @@ def test_interrupted_search_goes_on_and_repeats_decide(
         pytest.raises(KeyboardInterrupt, match="interrupted after 1 trials"),
     ):
         patched.setattr(Watch, "_add", add_and_interrupt)
-        search()
+        search(callbacks=[Sees(ray_session / "first logger")])
+    seen = (ray_session / "first logger").read_text()
     before = capsys.readouterr().err.splitlines()
     assert [line.split(":")[0] for line in before] == ["trial 1 of 3"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    recipe = search()
+    # a logger that was mended, or is another, is the one that goes on
+    recipe = search(callbacks=[Sees(ray_session / "second logger")])
+    assert (ray_session / "first logger").read_text() == seen
+    told = [json.loads(x)[0] for x in (ray_session / "second logger").open()]
+    assert {LRS[1], LRS[2], None} <= set(told)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     lines = capsys.readouterr().err.splitlines()
     # The first trial is not run again.

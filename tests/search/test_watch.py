@@ -5,6 +5,7 @@ real ones.
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +21,7 @@ from ray_adascale.run.observe.failure import was_building
 from ray_adascale.search.repeats import best_mean
 from ray_adascale.search.spec import Begun
 from ray_adascale.search.trial import PlannedRepeat
-from ray_adascale.search.watch import Finished, Watch
+from ray_adascale.search.watch import Callbacks, Finished, Watch, watching
 
 from ..samples_of import schedule
 
@@ -54,6 +55,17 @@ def test_trials_that_ran_when_a_search_was_interrupted_have_not_ended(
     )
     assert signal.getsignal(signal.SIGINT) is before
     assert signal.getsignal(signal.SIGTERM) is before_term
+
+
+def test_a_search_is_restored_with_the_callbacks_of_the_restart() -> None:
+    first = Callbacks(Watch(2, begun=NEW, verbose=False, users=[tune.Callback()]))
+    stored = pickle.dumps(first)
+    mended = tune.Callback()
+    watch = Watch(2, begun=NEW, verbose=False, users=[mended])
+    with watching(watch):
+        assert pickle.loads(stored) == [watch, mended]
+    # A look at the folder later on, without a search.
+    assert [type(each) for each in pickle.loads(stored)] == [Watch]
 
 
 def repeated(
