@@ -208,11 +208,15 @@ def cosine(optimizer: Optimizer, total_steps: int) -> LRScheduler:
 
 
 def images(config: Mapping[str, Any]) -> Workload:
-    """Classify MNIST with a small network. ``net`` is "dense", or "norm" for two
-    convolutions with batch norm.
+    """Classify MNIST with a small network. ``net`` is "dense", "plain" for two
+    convolutions, or "norm" for two with batch norm.
     """
     if config["net"] == "dense":
         layers = [nn.Flatten(), nn.Linear(784, 48), nn.ReLU(), nn.Linear(48, 10)]
+    elif config["net"] == "plain":
+        layers = [nn.Conv2d(1, 8, 5, stride=2), nn.ReLU()]
+        layers += [nn.Conv2d(8, 16, 3, stride=2), nn.ReLU()]
+        layers += [nn.Flatten(), nn.Linear(16 * 5 * 5, 10)]
     else:
         layers = [
             nn.Conv2d(1, 8, 5, stride=2, bias=False),
@@ -287,6 +291,60 @@ def language(config: Mapping[str, Any]) -> Workload:
     )
 
 
+def recurrent(config: Mapping[str, Any]) -> Workload:
+    """Predict the next character of Python's help pages with a GRU."""
+    rows, kinds = characters()
+    model = Symbols(kinds)
+    optimizer = sgd(model, config)
+    return made(
+        model,
+        optimizer,
+        cosine(optimizer, config["total_steps"]),
+        [rows],
+        len(rows) - 3000,
+        next_symbol,
+    )
+
+
+class Attention(nn.Module):
+    """Embedding with positions, one causal layer of attention and one linear layer."""
+
+    def __init__(self, kinds: int, length: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(kinds, 32)
+        self.positions = nn.Parameter(0.1 * torch.randn(length, 32))
+        self.layer = nn.TransformerEncoderLayer(
+            32, 2, 64, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.out = nn.Linear(32, kinds)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length)
+        h = self.embedding(x) + self.positions[:length]
+        return self.out(self.layer(h, src_mask=mask, is_causal=True))
+
+
+def attention(config: Mapping[str, Any]) -> Workload:
+    """Predict the next symbol of the Markov chain with one layer of attention."""
+    model = Attention(12, 16)
+    optimizer = sgd(model, config)
+    schedule = cosine(optimizer, config["total_steps"])
+    return made(model, optimizer, schedule, [chain(2400)], 400, next_symbol)
+
+
+def dropped(config: Mapping[str, Any]) -> Workload:
+    """Regression on the table's 20 columns with dropout; a tenth of the LR at the
+    end.
+    """
+    model = nn.Sequential(
+        nn.Linear(20, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 1)
+    )
+    optimizer = sgd(model, config)
+    schedule = StepLR(optimizer, max(config["total_steps"] * 3 // 4, 1), gamma=0.1)
+    return made(model, optimizer, schedule, table(4000), 800, squared)
+
+
 def products(config: Mapping[str, Any]) -> Workload:
     """Regression on products of pairs of 12 columns, with much noise; weight decay,
     and a tenth of the LR at the end.
@@ -348,8 +406,8 @@ class Case:
 
 
 def cases() -> dict[str, list[Case]]:
-    """Return the cases in two groups: those on which the law was found, and the
-    fresh ones.
+    """Return the cases in three groups: those on which the law was found, the fresh
+    ones, and those that were chosen before the width of the interval was.
     """
     digits = example("digits.py:workload")
     return {
@@ -438,5 +496,61 @@ def cases() -> dict[str, list[Case]]:
             Case(
                 "autoencoder, nesterov", codes, {"lr": 0.2, "momentum": 0.9}, 16, 1500
             ),
+        ],
+        "chosen later": [
+            Case(
+                "convolutions, m 0.9",
+                images,
+                {"net": "plain", "lr": 0.02, "momentum": 0.9},
+                16,
+                1500,
+            ),
+            Case(
+                "convolutions, no momentum",
+                images,
+                {"net": "plain", "lr": 0.1, "momentum": 0.0},
+                32,
+                1000,
+            ),
+            Case(
+                "images, batch 4",
+                images,
+                {"net": "dense", "lr": 0.01, "momentum": 0.9},
+                4,
+                3000,
+            ),
+            Case(
+                "images, batch 32",
+                images,
+                {"net": "dense", "lr": 0.05, "momentum": 0.9},
+                32,
+                1000,
+            ),
+            Case(
+                "batch norm, decay",
+                images,
+                {"net": "norm", "lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3},
+                32,
+                800,
+            ),
+            Case("gru, m 0.9", recurrent, {"lr": 0.2, "momentum": 0.9}, 8, 1500),
+            Case("attention, m 0.9", attention, {"lr": 0.05, "momentum": 0.9}, 8, 1500),
+            Case("attention, m 0.5", attention, {"lr": 0.2, "momentum": 0.5}, 16, 1000),
+            Case("dropout, m 0.9", dropped, {"lr": 0.02, "momentum": 0.9}, 16, 2000),
+            Case(
+                "products, batch 32",
+                products,
+                {"lr": 0.02, "momentum": 0.9, "weight_decay": 1e-3},
+                32,
+                1500,
+            ),
+            Case(
+                "characters, batch 16",
+                language,
+                {"lr": 0.5, "momentum": 0.0},
+                16,
+                1500,
+            ),
+            Case("autoencoder, batch 32", codes, {"lr": 0.2, "momentum": 0.9}, 32, 800),
         ],
     }
