@@ -2,8 +2,8 @@
 namespace; links lead to files and headings.
 
 Commands are tested in test_doc_commands.py. A block that must not run has a reason in a
-comment on the line before it: ``<!-- not run: reason -->``. A page of fragments gets
-the names that it uses from ``GIVEN``.
+comment on the line before it: ``<!-- not run: reason -->``. What is pasted without the
+fragments runs; fragments get the names that they say they need from ``GIVEN``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import symtable
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,16 +70,33 @@ def blocks(text: str, page: Path) -> list[Block]:
     ]
 
 
-def run_page(found: list[Block], namespace: dict[str, Any]) -> None:
-    """The page's blocks one after the other, as one module; an error points to the
-    page's own line.
+_FRAGMENT = re.compile(r"# In (?:your|a) program.*, with (?P<given>.*):$")
+"""The first line of a block that does not run by itself, with what it needs."""
+
+
+def is_fragment(block: Block) -> re.Match[str] | None:
+    return _FRAGMENT.match(block.code.partition("\n")[0])
+
+
+def run_page(
+    found: list[Block],
+    namespace: dict[str, Any],
+    given: Mapping[str, Any] = types.MappingProxyType({}),
+) -> None:
+    """Paste the page's blocks one after the other into one module, fragments left out.
+    A fragment runs in a copy of it, with what it needs. An error points to the page's
+    own line.
     """
+    of_fragments = dict(given)
     for block in found:
-        if block.reason is None:
-            exec(
-                compile("\n" * block.line + block.code, str(block.page), "exec"),
-                namespace,
-            )
+        if block.reason is not None:
+            continue
+        code = compile("\n" * block.line + block.code, str(block.page), "exec")
+        if is_fragment(block):
+            of_fragments = {**of_fragments, **namespace}
+            exec(code, of_fragments)
+        else:
+            exec(code, namespace)
 
 
 def built(config: dict[str, Any]) -> tuple[Any, ...]:
@@ -247,12 +264,7 @@ def test_the_python_blocks_run(
     # Functions that go to Ray's workers must not belong to a module that these would
     # import.
     given = GIVEN[_name(page)](tmp_path) if _name(page) in GIVEN else {}
-    namespace = {"__name__": "__main__", **given}
-    run_page(blocks(page.read_text(), page), namespace)
-
-
-_FRAGMENT = re.compile(r"# In (?:your|a) program.*, with (?P<given>.*):$")
-"""The first line of a block that does not run by itself, with what it needs."""
+    run_page(blocks(page.read_text(), page), {"__name__": "__main__"}, given)
 
 
 def names_of(code: str) -> tuple[set[str], set[str]]:
@@ -282,8 +294,9 @@ def test_a_block_that_needs_more_than_its_page_has_says_so(page: Path) -> None:
     for block in blocks(page.read_text(), page):
         used, made = names_of(block.code)
         missing = used - made - known
-        known |= made
-        fragment = _FRAGMENT.match(block.code.partition("\n")[0])
+        fragment = is_fragment(block)
+        if fragment is None:
+            known |= made
         where = f"{_name(page)}:{block.line + 1}"
         if missing or block.reason is not None:
             assert fragment is not None, f"{where} lacks {sorted(missing)}"
@@ -294,7 +307,7 @@ def test_a_block_that_needs_more_than_its_page_has_says_so(page: Path) -> None:
             assert missing <= told, where
     if page.name == "migrating.md" or _name(page) in NEEDS_GROUP:
         for block in blocks(page.read_text(), page):
-            assert "init_process_group" in block.code or _FRAGMENT.match(block.code)
+            assert "init_process_group" in block.code or is_fragment(block)
 
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=_name)
