@@ -290,13 +290,14 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
     """Restore the buffers of a module on exit, as objects and as numbers.
 
     A buffer that was made or resized within stays, since its module may remember that
-    it was.
+    it was. So does one that is not saved with the model: that is a cache.
     """
+    saved = module.state_dict(keep_vars=True).keys()
     kept = [
         (part, name, buffer, buffer.clone())
-        for part in module.modules()
+        for prefix, part in module.named_modules()
         for name, buffer in part.named_buffers(recurse=False)
-        if not is_lazy(buffer)
+        if not is_lazy(buffer) and f"{prefix}.{name}".lstrip(".") in saved
     ]
     try:
         yield

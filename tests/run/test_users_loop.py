@@ -297,6 +297,33 @@ def test_the_evaluation_before_the_first_step_leaves_buffers_as_they_were(
         assert torch.equal(_observed("none", how, evaluates), weights)
 
 
+class Rotation(nn.Module):
+    """Fills a cache once, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cosines", torch.zeros(6), persistent=False)
+        self.filled = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.filled:
+            self.cosines.copy_(torch.linspace(0, 1, 6).cos())
+            self.filled = True
+        return x * self.cosines
+
+
+def test_a_cache_that_the_first_evaluation_has_filled_stays_filled() -> None:
+    torch.manual_seed(2)
+    model = nn.Sequential(Rotation(), nn.Linear(6, 2))
+    expected = plain_loop(copy.deepcopy(model))
+
+    def evaluate(net: nn.Module) -> dict[str, float]:
+        return {"score": float(net(data().tensors[0]).sum().detach())}
+
+    drive(make_run(model, evaluate=evaluate, evaluate_every=100))
+    assert same_weights(model, expected)
+
+
 def _observed_under_all() -> list[bool]:
     with warnings.catch_warnings():
         # each micro-batch changes the buffers
