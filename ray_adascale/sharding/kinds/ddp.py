@@ -49,7 +49,7 @@ class DataParallel(Sharding):
         """Check that DistributedDataParallel reduces the gradients of all parameters.
 
         Raises:
-            ValueError: It was told to ignore some of them.
+            ValueError: It ignores or delays some of them.
         """
         if self.model is None or not self.model.parameters_to_ignore:
             return
@@ -61,9 +61,11 @@ class DataParallel(Sharding):
         ]
         if ignored:
             raise ValueError(
-                f"DistributedDataParallel was told to ignore {listed(ignored)}, so the "
-                "workers would step them apart. Leave them out of "
-                "_ddp_params_and_buffers_to_ignore, or freeze them."
+                "DistributedDataParallel does not reduce the gradients of "
+                f"{listed(ignored)} with the others. Ignored parameters would step "
+                "apart on the workers, and delayed ones can't be measured. Leave them "
+                "out of _ddp_params_and_buffers_to_ignore and of "
+                "delay_all_reduce_named_params, or freeze them."
             )
 
     def observe(self, listener: PassListener, wanted: Wanted) -> GradientObserver:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from ray_adascale import AdaScaleConfig, LocalBackend, Run
+from ray_adascale import AdaScale, AdaScaleConfig, LocalBackend, Run
 from ray_adascale.run.boundary.replicas import bits_of, sum_of
 
 STEPS, FAULT = 8, 3  # the fault is in this step, counted from 1
@@ -246,9 +246,27 @@ def _ignored(frozen: bool) -> tuple[int, str]:
 def test_a_parameter_that_ddp_was_told_to_ignore_is_refused(pool: Any) -> None:
     for steps, error in pool(2).run(_ignored, False):
         assert steps == 0
-        assert "told to ignore 1 parameters: '2.weight'" in error
+        assert "does not reduce the gradients of 1 parameters: '2.weight'" in error
     for steps, error in pool(2).run(_ignored, True):
         assert (steps, error) == (STEPS, "")
+
+
+def _delayed() -> str:
+    net = network()
+    ddp = DistributedDataParallel(
+        net,
+        delay_all_reduce_named_params=[("2.weight", net[2].weight)],
+        param_to_hook_all_reduce=net[0].weight,
+    )
+    with pytest.raises(ValueError) as info:
+        AdaScale(torch.optim.SGD(net.parameters(), lr=0.1), model=ddp)
+    return str(info.value)
+
+
+def test_a_parameter_that_ddp_reduces_apart_is_refused(pool: Any) -> None:
+    for error in pool(2).run(_delayed):
+        assert "does not reduce the gradients of 1 parameters: '2.weight'" in error
+        assert "delayed ones can't be measured" in error
 
 
 class Projection(nn.Module):
