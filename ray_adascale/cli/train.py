@@ -302,7 +302,13 @@ class Train(OnRay, WorkerOptions):
         may_start = self.start(
             recipe=self.recipe, storage_path=storage_path, draws=False
         )
-        return self._fit(trainer, run) if may_start else 1
+        if not may_start:
+            return 1
+        # A process that is killed before the workers begin leaves a run to resume. If
+        # the folder can't be written, the start itself fails, with its cause.
+        with contextlib.suppress(OSError):
+            run.keep_options()
+        return self._fit(trainer, run)
 
     def _fit(self, trainer: Any, run: RunFolder) -> int:
         """Run the trainer, and print how it ended and what goes on from there.

@@ -409,6 +409,21 @@ def test_an_end_before_the_workers_loop(
     assert "Worker 1: OSError: no disk" in cli("describe", tmp_path / "unbuilt").out
 
 
+class Killed(BaseException):
+    """Stands for a kill: no handler runs."""
+
+
+def test_a_command_that_is_killed_before_its_workers_begin_can_be_resumed(
+    called: dict[str, Any], tmp_path: Path, cli: Any
+) -> None:
+    called |= {"error": Killed(), "refused": True}
+    with pytest.raises(Killed):
+        cli(*TRAIN, "--name=x", f"--storage-path={tmp_path}", "n=3")
+    del called["error"], called["refused"]
+    cli("resume", str(tmp_path / "x"))
+    assert called["hyperparameters"]["n"] == 3
+
+
 def test_the_whole_traceback_is_in_a_file_that_is_named(
     called: dict[str, Any], tmp_path: Path, cli: Any
 ) -> None:
