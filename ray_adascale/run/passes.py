@@ -99,11 +99,9 @@ class Passes:
         self.state = PassState.BETWEEN
         self._batch: MicroBatch | None = None
         self._weights: list[float] = []
-        names: dict[Tensor, str] = {}
-        if sharding.copies:  # fully_shard replaces parameters itself
-            trained = set(sharding.params)
-            names = {p: name for name, p in module.named_parameters() if p in trained}
-        self.users_model = UsersModel(module, names)
+        self.users_model = UsersModel(
+            module, sharding.params, keeps_parameters=sharding.copies
+        )
         self._users_optimizer = UsersOptimizer(guarded, optimizer)
 
     @property
@@ -227,6 +225,8 @@ class Passes:
             if not loss.requires_grad:
                 error.add_note(_DEPENDS_ON_NOTHING)
             raise
+        if self.users_model.changed:
+            self.users_model.check_ended()
         # The pass ends here, and not in autograd's callback as in other loops: only a
         # backward pass of the run is one. In the step's last pass this sums over the
         # workers.

@@ -611,10 +611,38 @@ def _new_layer(sharding: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("sharding", ["none", "oss", "zero2"])
+@pytest.mark.parametrize("sharding", ["none", "oss", "zero2", "fsdp2"])
 def test_a_new_layer_is_refused_on_each_worker(pool: Any, sharding: str) -> None:
     for error in pool(2).run(_new_layer, sharding):
         assert "No parameter group has 2 parameters: '1.weight', '1.bias'" in error
+
+
+class Taught(nn.Module):
+    """Makes a teacher in its first forward pass, which is never trained, and not
+    frozen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "teacher"):
+            self.teacher = copy.deepcopy(self.student)
+        with torch.no_grad():
+            taught = self.teacher(x)
+        return self.student(x) + taught
+
+
+def _taught(sharding: str) -> int:
+    torch.manual_seed(2)
+    run = make_run(Taught(), sharding=sharding)
+    drive(run)
+    return run.optimizer.steps
+
+
+def test_a_teacher_that_the_first_pass_makes_is_no_new_part() -> None:
+    assert _taught("none") == STEPS
 
 
 def frozen_layer(model: nn.Sequential) -> None:

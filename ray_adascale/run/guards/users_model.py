@@ -4,7 +4,7 @@ was built.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,29 +21,35 @@ class UsersModel:
     """Refuses parameters that the program replaces or adds after the run was built.
 
     A replaced parameter raises in its line. A new part is looked at before the next
-    backward pass, since a loop may put the old one back; and all of the model at each
-    report, since torch calls no hook for what is written past a module's attributes.
+    backward pass, since a loop may put the old one back, and after it, since a part
+    without gradients needs no training; and all of the model at each report, since
+    torch calls no hook for what is written past a module's attributes.
 
     Args:
         module: The bare model.
-        names: Names of the parameters that the optimizer has. Without any nothing is
-            looked at.
+        trained: The parameters that the optimizer has.
+        keeps_parameters: Whether the model's parameters stay the same objects.
+            ``fully_shard`` replaces them: there the modules that have them count.
 
     Attributes:
-        changed: Whether the program has given any module a part since :meth:`check`.
+        changed: Whether the program has given any module a part since a pass of which
+            all parts were as before.
     """
 
-    def __init__(self, module: nn.Module, names: dict[Tensor, str]) -> None:
+    def __init__(
+        self, module: nn.Module, trained: Iterable[Tensor], *, keeps_parameters: bool
+    ) -> None:
         self._module = module
-        self._names = names
+        known = set(trained)
+        self._owners = {name: owner for name, owner, p in _owned(module) if p in known}
+        self._names: dict[Tensor, str] = {}
+        if keeps_parameters:
+            self._names = {p: name for name, _, p in _owned(module) if p in known}
         self.changed = False
 
     @contextmanager
     def in_loop(self) -> Iterator[None]:
         """Return a context for a loop over the run."""
-        if not self._names:
-            yield
-            return
         replaced = self._names.keys() - set(self._module.parameters())
         if replaced:
             _refuse_replaced([name for p, name in self._names.items() if p in replaced])
@@ -69,19 +75,33 @@ class UsersModel:
         self.changed = True
 
     def check(self) -> None:
-        """Check that the optimizer has all trainable parameters of the model.
+        """Check that the optimizer has all parameters of the model that are trained.
 
         Raises:
             RuntimeError: It has not.
         """
+        there = list(_owned(self._module))
+        replaced = self._owners.keys() - {name for name, _, _ in there}
+        new = {}
+        for name, owner, p in there:
+            of_run = self._owners.get(name) is owner
+            if self._names:
+                of_run = p in self._names
+            if of_run or not p.requires_grad:
+                continue
+            new[name] = p
+            if name in self._owners:
+                replaced.add(name)
+        # A part beside the others, such as a teacher, is trained if it has gradients.
+        if replaced or any(p.grad is not None for p in new.values()):
+            self._refuse(list(new))
+
+    def check_ended(self) -> None:
+        """Check a pass that has ended, as :meth:`check` does."""
+        self.check()
         self.changed = False
-        if not self._names:
-            return
-        new = [
-            name
-            for name, p in self._module.named_parameters()
-            if p.requires_grad and p not in self._names
-        ]
+
+    def _refuse(self, new: list[str]) -> None:
         if new:
             raise RuntimeError(
                 f"No parameter group has {listed(new)}, which the program has added to "
@@ -92,6 +112,13 @@ class UsersModel:
                 "a run anew: Run(..., starting_step=int(run.effective_steps)), with "
                 "checkpoints in another folder."
             )
+
+
+def _owned(module: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
+    """Yield each parameter once: its name, the module that has it, and itself."""
+    parts = dict(module.named_modules())
+    for name, p in module.named_parameters():
+        yield name, parts[name.rpartition(".")[0]], p
 
 
 def _refuse_replaced(names: list[str]) -> None:
