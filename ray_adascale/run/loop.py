@@ -186,7 +186,10 @@ class Run:
         if inputs.after_step is not None:
             self._after_step = AfterStep(inputs.after_step, self.module)
         self._skipped = SkippedSteps(
-            self.module, parts.passes.scaler, by_recipe=recipe is not None
+            self.module,
+            parts.passes.scaler,
+            by_recipe=recipe is not None,
+            by_units=parts.unit_weights is not None,
         )
         self._taken: Step | None = None  # until it is read
         self._ended: Step | None = None  # the last step of this start

@@ -25,6 +25,7 @@ class SkippedSteps:
         module: The bare model.
         scaler: The loss scaler; None without one.
         by_recipe: Whether the learning rate is a recipe's.
+        by_units: Whether micro-batches are weighted by their units.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class SkippedSteps:
         scaler: torch.amp.GradScaler | None,
         *,
         by_recipe: bool,
+        by_units: bool,
     ) -> None:
         self._module = module
         self._scaler = scaler
@@ -41,6 +43,11 @@ class SkippedSteps:
         else:
             slower = "Lower the learning rate"
         self._remedy = f"{slower}, clip gradients, or check the data of this step."
+        if by_units:
+            self._remedy += (
+                " A micro-batch without units (weight_of returned 0) needs a finite "
+                "loss as well: divide by max(units, 1)."
+            )
         self._warned = self._warned_of_buffers = False
 
     def warn(self, number: int, step: StepResult) -> None:

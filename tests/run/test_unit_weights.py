@@ -54,6 +54,7 @@ def train(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, fused=fused)
     per_pass = settings.pop("per_pass", 12 // passes)
     weight_of = settings.pop("weight_of", tokens)
+    loss_fn = settings.pop("loss_fn", loss_of)
     dataset = data(settings.pop("empty", 0))
     config = AdaScaleConfig(
         **{
@@ -77,7 +78,7 @@ def train(
     )
     noise, losses = [], []
     for x, y in run:
-        run.backward(loss_of(run.model, x, y))
+        run.backward(loss_fn(run.model, x, y))
         if run.step():
             last = run.optimizer.last_step
             noise.append((last.sigma2, last.mu2))
@@ -189,6 +190,26 @@ def test_a_worker_without_units_counts_for_nothing(
     assert first[0] == second[0] == pytest.approx(expected[0], rel=1e-9, abs=1e-12)
     assert first[2] == pytest.approx(expected[2], rel=1e-9)
     np.testing.assert_allclose(first[1], expected[1], rtol=1e-6)
+
+
+def masked_mean(model: Any, x: Tensor, y: Tensor, least: int) -> Tensor:
+    mask = (y != PADDING).flatten()
+    losses = F.cross_entropy(
+        model(x.flatten()), y.flatten().clamp(min=0), reduction="none"
+    )
+    return (losses * mask).sum() / mask.sum().clamp(min=least)
+
+
+def test_a_masked_mean_over_no_units_is_told_what_it_needs() -> None:
+    expected = train(2, empty=6, per_pass=6)
+    clamped = train(
+        2, empty=6, per_pass=6, loss_fn=lambda *given: masked_mean(*given, least=1)
+    )
+    assert clamped[0] == pytest.approx(expected[0])
+    with pytest.warns(UserWarning, match=r"skipped.* divide by max\(units, 1\)"):
+        train(
+            2, empty=6, per_pass=6, loss_fn=lambda *given: masked_mean(*given, least=0)
+        )
 
 
 @pytest.mark.parametrize(
