@@ -273,7 +273,13 @@ def _is_sum(node: Any, examples: int, factor: float = 1.0) -> bool:
     ):
         by = getattr(node, "_saved_other", None)
         if by is not None and by.numel() == 1:
-            factor *= abs(float(by)) ** (1 if name.startswith("Mul") else -1)
+            number = abs(float(by))
+            if name.startswith("Mul"):
+                factor *= number
+            elif number > 0:
+                factor /= number
+            else:
+                return False  # 0/0, of a mean over nothing
         return any(_is_sum(term, examples, factor) for term, _ in node.next_functions)
     sizes = getattr(node, "_saved_self_sym_sizes", ()) if name == "SumBackward0" else ()
     sums = getattr(node, "_saved_reduction", None) == _SUM or tuple(sizes[:1]) == (
