@@ -4,14 +4,13 @@ an unscaled LR end better than the base run.
     python benchmarks/studies/every_workload.py    write the page, from the kept runs of the studies
 
 No runs of its own. A method is that of its study: the default rule of the optimizer
-where it was measured. The workloads of ``forecast.py`` have one base run, whose score
-is that of the page of forecasts.
+where it was measured. The workloads of ``forecast.py`` have other seeds in their base
+runs than in the scaled ones, so that the means are compared.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import statistics
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,10 +19,12 @@ from pathlib import Path
 
 import at_size
 import comparison
+import forecast
 import optimizers
 import transfer
 from comparison import BASE, Plan, Result, Results, seeds_of
 from comparison_page import write_page
+from forecast_workloads import cases
 
 sys.path.append(str(Path(__file__).parents[1]))
 from bench import PAGES, markdown
@@ -33,10 +34,6 @@ ROOT = Path(__file__).parents[2]
 SCALE = 16
 OTHERS = ("LR × S", "LR × √S", "unscaled")
 """Methods beside AdaScale, with as many optimizer steps."""
-FORECAST_ROW = re.compile(
-    rf"^\| (.+?) \| {SCALE} \|.*\| (accuracy|error) ([\d.]+) \| ([\d.]+) \|$",
-    re.MULTILINE,
-)
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ class Row:
         optimizer: Name of the optimizer.
         metric: Name of the metric.
         total_steps: T; NaN: unknown.
-        error: Standard error of the mean at S = 1; 0 with one base run.
+        error: Standard error of the mean at S = 1.
         own: AdaScale's outcome.
         others: Those of :data:`OTHERS` that were measured.
     """
@@ -155,13 +152,28 @@ def rows_of(
 
 
 def forecast_rows() -> Iterator[Row]:
-    """Yield the rows of the page of forecasts, each with one base run."""
-    text = (ROOT / "benchmarks/studies/pages/forecast.md").read_text()
-    for name, metric, before, after in FORECAST_ROW.findall(text):
-        sign = 1 if metric == "accuracy" else -1
-        by = sign * (float(after) - float(before))
+    """Yield the rows of the study of forecasts."""
+    scores = forecast.base_scores(ROOT / forecast.KEPT_BASES)
+    runs = forecast.read_runs(ROOT / forecast.KEPT, forecast.Job, forecast.Scaled)
+    of = {case.name: case for group in cases().values() for case in group}
+    for name, by_seed in scores.items():
+        at_base = list(by_seed.values())
+        scaled = [
+            run for job, run in runs.items() if (job.case, job.scale) == (name, SCALE)
+        ]
+        by = statistics.mean(run.score for run in scaled) - statistics.mean(at_base)
         yield Row(
-            "forecast", name, "SGD", metric, math.nan, 0.0, Outcome(by, math.nan), {}
+            "forecast",
+            name,
+            "SGD",
+            "accuracy" if of[name].is_accuracy else "error",
+            of[name].total_steps,
+            statistics.stdev(at_base) / math.sqrt(len(at_base)),
+            Outcome(
+                by if of[name].is_accuracy else -by,
+                statistics.mean(run.steps for run in scaled),
+            ),
+            {},
         )
 
 
@@ -255,7 +267,7 @@ def main() -> int:
             "By how much each method ended better (+) or worse (−) than the base run, "
             "with the same seeds; ± is the standard error of the mean at S = 1. Bold: "
             "worse by more than that error, or a run that failed. The workloads of "
-            "[forecast](forecast.md) have one base run, so that any loss counts. "
+            "[forecast](forecast.md) have three base runs with other seeds. "
             "Written by `python benchmarks/studies/every_workload.py` from the kept "
             "runs. LR × S, LR × √S and the unscaled LR have as many steps as AdaScale, "
             "or as the study says. The 25 M parameters of [one GPU](gpu-transfer.md), "

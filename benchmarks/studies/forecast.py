@@ -1,4 +1,4 @@
-"""Forecast against actual steps: 20 small workloads at S = 4, 16 and 64, the error of
+"""Forecast against actual steps: 32 small workloads at S = 4, 16 and 64, the error of
 the forecast, and the time left.
 
     python benchmarks/studies/forecast.py                 all that is missing: about an hour on one core if nothing is kept
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import bisect
 import itertools
+import json
 import statistics
 import sys
 import warnings
@@ -50,6 +51,7 @@ PASSES = 4
 # of T: values of τ at which the time left is compared
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.5)
 KEPT = "benchmarks/studies/kept/forecast.jsonl"
+KEPT_BASES = "benchmarks/studies/kept/forecast_bases.jsonl"
 
 
 # ---- runs ----------------------------------------------------------------------------
@@ -109,12 +111,14 @@ class Scaled:
     passed: list[list[float]]
 
 
-def scaled_run(of: Mapping[str, Case], data: Path, base_seed: int, job: Job) -> Scaled:
+def scaled_run(
+    of: Mapping[str, Case], data: Path, base_seed: int, rule: str, job: Job
+) -> Scaled:
     """Run a case at a larger scale."""
     case = of[job.case]
     (recipe,) = base_runs(case, data, [base_seed])
     seed_everything(job.seed)
-    config = batch_of(recipe.base_batch_size, job.scale, job.seed)
+    config = replace(batch_of(recipe.base_batch_size, job.scale, job.seed), rule=rule)
     built = build(
         case.workload, case.hyperparameters, config.with_recipe(recipe), recipe
     )
@@ -152,6 +156,31 @@ def base_runs(case: Case, data: Path, seeds: Sequence[int]) -> list[Recipe]:
             base_run(case, seed).save(path)
         recipes.append(Recipe.load(path))
     return recipes
+
+
+def base_scores(path: Path) -> dict[str, dict[int, float]]:
+    """Return the kept scores of base runs, by case and seed."""
+    found: dict[str, dict[int, float]] = {}
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        found.setdefault(row["case"], {})[row["seed"]] = row["score"]
+    return found
+
+
+def keep_base_scores(
+    path: Path, chosen: Iterable[Case], data: Path, seeds: Sequence[int]
+) -> None:
+    """Keep the scores of the cases' base runs, beside those that are kept already."""
+    found = base_scores(path) if path.exists() else {}
+    for case in chosen:
+        for seed, recipe in zip(seeds, base_runs(case, data, seeds), strict=True):
+            found.setdefault(case.name, {})[seed] = recipe.score
+    lines = [
+        json.dumps({"case": name, "seed": seed, "score": score}) + "\n"
+        for name, scores in found.items()
+        for seed, score in scores.items()
+    ]
+    path.write_text("".join(lines))
 
 
 def _slug(name: str) -> str:
@@ -424,6 +453,11 @@ def main() -> None:
         default=[10, 11, 12, 13, 14],
         help="seeds of the scaled runs",
     )
+    parser.add_argument(
+        "--rule",
+        default="auto",
+        help="of the scaled runs; with another than auto --runs names their file",
+    )
     args = parser.parse_args()
     # at every larger scale the batch exceeds the noise scale
     warnings.simplefilter("ignore")
@@ -455,7 +489,7 @@ def main() -> None:
             )
             for seed in args.seeds
         ]
-        do = partial(scaled_run, of, args.data, args.base_seeds[0])
+        do = partial(scaled_run, of, args.data, args.base_seeds[0], args.rule)
         run_all(
             args.runs,
             Job,
@@ -464,6 +498,8 @@ def main() -> None:
             lambda _: rounds,
             lambda job, run: f"{job}: {run.steps} steps",
         )
+        if not args.smoke:
+            keep_base_scores(Path(KEPT_BASES), of.values(), args.data, args.base_seeds)
     if args.only != "run":
         report(chosen, args, scales, read_runs(args.runs, Job, Scaled))
 

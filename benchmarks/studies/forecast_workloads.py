@@ -404,6 +404,11 @@ class Case:
     base_batch_size: int
     total_steps: int
 
+    @property
+    def is_accuracy(self) -> bool:
+        """Whether its metric is an accuracy; else an error."""
+        return self.workload is images or self.name.startswith("digits")
+
 
 def cases() -> dict[str, list[Case]]:
     """Return the cases in three groups: those on which the law was found, the fresh

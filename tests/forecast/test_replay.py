@@ -389,10 +389,10 @@ def test_the_interval_is_wider_than_the_seeds_by_its_constant() -> None:
         one = Forecaster(alone).at(scale)
         two = Forecaster(recipe(noise, 1000, repeats=again)).at(scale)
         assert two.high / two.expected.exact_steps == pytest.approx(
-            math.exp(0.04 * doublings)
+            math.exp(0.06 * doublings)
         )
         assert two.low / two.expected.exact_steps == pytest.approx(
-            math.exp(-0.04 * doublings)
+            math.exp(-0.06 * doublings)
         )
         assert one.high / one.expected.exact_steps == pytest.approx(
             math.exp(0.1 * doublings)

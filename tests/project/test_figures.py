@@ -304,3 +304,13 @@ def test_the_counts_over_every_workload_are_those_of_the_kept_runs() -> None:
     assert said in (ROOT / "docs/results.md").read_text()
     said = said.removeprefix("worse ")
     assert f"worse than the base run {said}" in (ROOT / "README.md").read_text()
+
+
+def test_the_page_of_momentum_has_what_the_kept_runs_say() -> None:
+    momentum = load("momentum")
+    rows = momentum.every_row()
+    text = momentum.PAGE.read_text()
+    for scale in momentum.SCALES:
+        assert momentum.summary(rows, scale) in text
+    assert all(" | ".join(row.cells()) in text for row in rows)
+    assert len(rows) == 2 * 24

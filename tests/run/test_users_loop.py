@@ -685,6 +685,35 @@ def test_a_run_begins_in_the_middle_with_a_new_layer() -> None:
     assert not torch.equal(model[1].weight, before)
 
 
+def test_a_loop_that_leaves_a_run_goes_on_with_plain_objects() -> None:
+    """As the FAQ says."""
+    model = transfer_model()
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    settings = AdaScaleConfig(
+        base_batch_size=BATCH,
+        total_steps=STEPS,
+        scheduler_unit="step",
+        accumulation=2,
+    )
+    run = Run(model, optimizer, scheduler, data(), settings)
+    for x, y in run:
+        run.backward(F.cross_entropy(run.model(x), y))
+        if run.step() and run.state.iterations == 2:
+            break
+    run.optimizer.unhook()
+    tau = int(run.effective_steps)
+    assert tau > 2
+    assert scheduler.last_epoch == tau
+    assert all("momentum_buffer" in state for state in optimizer.state.values())
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9 ** (tau + 2))
+
+
 def built(how: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
     if how == "run":
         return make_run(model, optimizer=optimizer)
