@@ -370,6 +370,10 @@ def test_the_end_of_a_classifier_with_repeated_examples_names_the_epochs(
     assert examples == 128 * run.summary()["optimizer_steps"]
     epochs = f"{examples / EXAMPLES:.3g} passes over the data, 3 in the base run"
     assert text.splitlines()[2].startswith(f"- Epochs: {epochs}. Repeated examples")
+    # The named cause is the cause: a base run of as many examples is worse as well, by
+    # more.
+    fair = record_recipe(texts, {}, base_batch_size=8, total_steps=examples // 8)
+    assert fair.score > run.summary()["nll"] > 1.05 * found.score
     logged = [each for each in caplog.records if each.getMessage() == text]
     assert [each.levelno for each in logged] == [logging.WARNING]
     # The trace has all that the verdict needs.
