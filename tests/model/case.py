@@ -117,6 +117,8 @@ class Case:
         starting: ``starting_step``.
         sampled: The order of examples is a sampler's (:func:`sampled_order`).
         collated: ``collate_fn`` is given.
+        followed: ``after_step`` and ``extra_state`` are given: what counts the effective
+            steps by the gains that it gets, and is saved with the run.
         by_text: The batch schedule is given as text.
         smoothed_by_scale: Bare: ``smoothing`` is a function of the plan.
         left_out: Bare: steps that the loop ends by ``skip_step()``.
@@ -176,6 +178,7 @@ class Case:
     starting: int = 0
     sampled: bool = False
     collated: bool = False
+    followed: bool = False
     by_text: bool = False
     smoothed_by_scale: bool = False
     left_out: tuple[int, ...] = ()

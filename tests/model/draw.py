@@ -116,7 +116,7 @@ def allowed(case: Case) -> bool:
     )  # fmt: skip
     of_run = (
         "iterable", "loaders", "batches", "efficiency", "evaluate", "bare_model",
-        "starting", "sampled", "collated", "by_text",
+        "starting", "sampled", "collated", "followed", "by_text",
     )  # fmt: skip
 
     def default(*names: str) -> bool:
@@ -469,6 +469,7 @@ def _more(case: Case, rng: random.Random) -> list[dict[str, Any]]:
         (0.1, {"starting": rng.randint(1, max(total // 2, 1))}),
         (0.1, {"sampled": True}),
         (0.1, {"collated": True}),
+        (0.2, {"followed": True}),
         (0.5, {"by_text": True}),
         (0.15, {"smoothed_by_scale": True}),
         (0.15, {"left_out": tuple(rng.sample(range(6), 2))}),
@@ -639,6 +640,7 @@ def values(case: Case) -> dict[str, str]:
         "starting": str(case.starting > 0),
         "order": "sampler" if case.sampled else "seed",
         "collated": str(case.collated),
+        "followed": str(case.followed),
         "left out": str(bool(case.left_out)),
         "divided": str(case.divided),
         "θ by S": str(case.smoothed_by_scale),

@@ -346,6 +346,7 @@ def _run_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
         data = _Batches(
             data, own_batches(case, backend.rank, leg.workers, leg.per_worker)
         )
+    clock = _Clock(case.starting)
     run = Run(
         module,
         optimizer,
@@ -353,6 +354,8 @@ def _run_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
         data,
         config,
         backend=backend,
+        after_step=clock.advance if case.followed else None,
+        extra_state={"clock": clock} if case.followed else None,
         evaluate=evaluate if case.evaluate else None,
         weight_of=(lambda batch: units_of(batch[3]).sum()) if case.units else None,
         sampler=_order(case),
@@ -405,9 +408,28 @@ def _run_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
     except _PlantedError:
         seen = []
         train()
+    tau = run.effective_steps
+    if case.followed and abs(clock.tau - tau) > 1e-9 * tau:
+        raise AssertionError(f"after_step has counted {clock.tau}, and τ is {tau}")
     if scores:
         rows[-1] = replace(rows[-1], score=scores[-1])
     return rows, _weights(run.module), _buffers(run.module)
+
+
+class _Clock:
+    """Counts the effective steps by the gains that ``after_step`` gets."""
+
+    def __init__(self, starting: int) -> None:
+        self.tau = float(starting)
+
+    def advance(self, module: nn.Module, gain: float) -> None:
+        self.tau += gain
+
+    def state_dict(self) -> dict[str, float]:
+        return {"tau": self.tau}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.tau = state["tau"]
 
 
 class _Batches:
