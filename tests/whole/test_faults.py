@@ -171,7 +171,7 @@ def arm(point: str, nth: int, backend: LocalBackend) -> Callable[[Run], None]:
     elif point == "bytes":
         half_a_write(nth)
     elif point == "file":
-        on_call(dcp, "write_text", nth)
+        on_call(dcp.disk, "write_text", nth)
     elif point in ("seal", "sealed"):
         on_call(dcp.Writer, "finish", 1 + nth // 3, after=point == "sealed")
     elif point == "report":
