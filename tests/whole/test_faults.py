@@ -165,7 +165,7 @@ def arm(point: str, nth: int, backend: LocalBackend) -> Callable[[Run], None]:
     """Sets the trap; what it returns sets the rest of it, once there is a run."""
     if point == "load":
         # the model is loaded, the optimizer may not be
-        on_call(checkpoint, "load", 1 + nth % 2, after=True)
+        on_call(checkpoint.Saved, "load", 1 + nth % 2, after=True)
     elif point == "copied":
         on_call(checkpoint.Save, "start", 1 + nth // 2, after=True)
     elif point == "bytes":
@@ -177,7 +177,7 @@ def arm(point: str, nth: int, backend: LocalBackend) -> Callable[[Run], None]:
     elif point == "report":
         on_call(backend, "report", 1 + nth // 3)
     elif point == "prune":
-        on_call(shutil, "rmtree", 1 + nth // 3, after=True)
+        on_call(checkpoint, "delete", 1 + nth // 3, after=True)
 
     def later(run: Run) -> None:
         module = run.module
@@ -342,6 +342,22 @@ def test_workers_killed_a_few_times_end_bit_for_bit_as_if_nothing_happened(
     tmp_path: Path, world: int, sharding: str, points: tuple[str, ...]
 ) -> None:
     kill_and_compare(tmp_path, world, 2, seed=world, points=points, sharding=sharding)
+
+
+def _arm_at_all(folder: str) -> None:
+    backend = LocalBackend(folder, device="cpu")
+    run = make_run(backend)
+    for point in POINTS:
+        arm(point, 10**6, backend)(run)
+    drive(run)
+
+
+def test_each_moment_of_a_kill_is_there(tmp_path: Path) -> None:
+    """The slow test is run by hand: the names that it replaces may move before."""
+    process = fork_server().Process(target=_arm_at_all, args=(str(tmp_path),))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
 
 
 @pytest.mark.slow
