@@ -487,6 +487,8 @@ def reference_run(
             r = averages.rebase(base / leg.base, r)
         first, base = len(rows), leg.base
         while tau < leg.total and (leg.steps is None or len(rows) < first + leg.steps):
+            if has_diverged(rows):
+                break
             step = len(rows)
             # ---- what the step consists of
             shape = shape_of(
@@ -663,6 +665,11 @@ def reference_run(
     return rows, np.concatenate(
         [p.detach().double().numpy().ravel() for p in of_weights]
     )
+
+
+def has_diverged(rows: list[Row]) -> bool:
+    """Whether the run ends, since 50 steps in a row were skipped."""
+    return len(rows) >= 50 and all(row.skipped for row in rows[-50:])
 
 
 def evaluation(case: Case, module: nn.Module, step: int) -> float:
