@@ -148,8 +148,9 @@ def main() -> int:
             "\n".join(summary(rows, scale) for scale in SCALES),
             "**m^√r is not the default.** It makes the large losses at S = 16 small "
             "(sequence, gru, attention), closes about a third of the gap on the "
-            "images, and changes little elsewhere. But one workload turns from better "
-            "to worse (products, m 0.5), it takes more steps, and a fused optimizer "
+            "images, and changes little elsewhere. But products, m 0.5 turns from "
+            "better to worse at S = 16, and loses at S = 4 as well; at S = 4 there is "
+            "nothing to win on the whole. It takes more steps, and a fused optimizer "
             "waits for the host in each step. Where a short run of SGD with m ≥ 0.9 "
             'loses its metric, try `rule="adascale_memory"`.',
             markdown(head, [row.cells() for row in rows]),

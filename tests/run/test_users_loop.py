@@ -659,6 +659,55 @@ def a_copy(model: nn.Sequential) -> None:
     copy.deepcopy(model).append(nn.Linear(2, 2))
 
 
+def attached_and_changed(change: Callable[[Any], None]) -> int:
+    """The same in a loop of one's own. Return the steps."""
+    model = transfer_model()
+    adascale, schedule = attach(
+        model,
+        torch.optim.SGD(model[1].parameters(), lr=0.1),
+        None,
+        AdaScaleConfig(
+            base_batch_size=8, per_worker_batch_size=4, accumulation=2, total_steps=120
+        ),
+    )
+    x, y = data().tensors
+    steps = 0
+    while not schedule.finished:
+        for rows in (slice(0, 4), slice(4, 8)):
+            (F.cross_entropy(model(x[rows]), y[rows]) / 2).backward()
+        try:
+            adascale.step()
+        except RuntimeError as error:
+            error.add_note(f"after step {steps}")
+            raise
+        schedule.step()
+        adascale.zero_grad()
+        steps += 1
+        if steps == 3:
+            change(model)
+    return steps
+
+
+@pytest.mark.filterwarnings("ignore:The noise of 3 steps in a row")
+@pytest.mark.parametrize(
+    "change", [new_layer, further_layer, parametrized, with_old_weight_norm]
+)
+def test_a_part_that_is_changed_after_attach_is_refused(
+    change: Callable[[Any], None],
+) -> None:
+    with pytest.raises(RuntimeError, match="No parameter group has 2 param") as caught:
+        attached_and_changed(change)
+    assert caught.value.__notes__ == ["after step 49"]  # every fiftieth looks
+    assert "attach(..., starting_step=)" in str(caught.value)
+
+
+@pytest.mark.parametrize("change", [put_back, frozen_layer])
+def test_a_change_after_attach_that_leaves_nothing_untrained_is_none(
+    change: Callable[[Any], None],
+) -> None:
+    assert attached_and_changed(change) == 120
+
+
 @pytest.mark.parametrize("change", [frozen_layer, put_back, a_copy])
 def test_a_change_that_leaves_nothing_untrained_is_none(
     change: Callable[[Any], None],

@@ -4,6 +4,7 @@ checked against the recipe.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from dataclasses import replace
@@ -27,8 +28,11 @@ from ...optim.tau_schedule import TauSchedule
 from ...recipe import Recipe
 from ...sharding.kinds.zero2 import ShardedDataParallel
 from ..build import adascale_of, check_built, check_schedule
+from ..guards.users_model import UsersModel
 
 _log = logging.getLogger(__name__)
+_LOOK_EVERY = 50
+"""Steps from one look at the model's parameters to the next."""
 
 
 @uncompiled
@@ -159,6 +163,7 @@ def attach(
     )
     schedule.plan = plan
     _warn_of_no_gradient(adascale.wrapped)
+    _refuse_changed_model(bare, adascale)
     if starting_step:
         adascale.effective_steps = starting_step
         schedule.step()
@@ -262,6 +267,26 @@ def _warn_of_no_gradient(wrapped: Optimizer) -> None:
 
     # of the inner optimizer: after a closure, in which Lightning makes the pass
     wrapped.register_step_pre_hook(before)
+
+
+def _refuse_changed_model(model: nn.Module, adascale: AdaScaleOptimizer) -> None:
+    """Raise if the program has replaced a part of the model that the optimizer goes on
+    to train, or has added one that no group has. Every fiftieth step looks.
+    """
+    guard = UsersModel(
+        model,
+        (p for group in adascale.param_groups for p in group["params"]),
+        keeps_parameters=True,
+    )
+
+    steps = itertools.count(1)
+
+    def before(optimizer: Optimizer, *_: object) -> None:
+        if next(steps) % _LOOK_EVERY == 0:
+            guard.add(p for group in optimizer.param_groups for p in group["params"])
+            guard.check()
+
+    adascale.wrapped.register_step_pre_hook(before)
 
 
 def _check_model(model: nn.Module) -> None:

@@ -40,12 +40,20 @@ class UsersModel:
         self, module: nn.Module, trained: Iterable[Tensor], *, keeps_parameters: bool
     ) -> None:
         self._module = module
-        known = set(trained)
-        self._owners = {name: owner for name, owner, p in _owned(module) if p in known}
+        self._keeps_parameters = keeps_parameters
+        self._owners: dict[str, nn.Module] = {}
         self._names: dict[Tensor, str] = {}
-        if keeps_parameters:
-            self._names = {p: name for name, _, p in _owned(module) if p in known}
         self.changed = False
+        self.add(trained)
+
+    def add(self, trained: Iterable[Tensor]) -> None:
+        """Note parameters that the optimizer has."""
+        known = set(trained)
+        for name, owner, p in _owned(self._module):
+            if p in known:
+                self._owners[name] = owner
+                if self._keeps_parameters:
+                    self._names[p] = name
 
     @contextmanager
     def in_loop(self) -> Iterator[None]:
@@ -110,7 +118,7 @@ class UsersModel:
                 "them. Change the model before the optimizer and the run are built. To "
                 "change it in the middle, leave the loop, and build the optimizer and "
                 "a run anew: Run(..., starting_step=int(run.effective_steps)), with "
-                "checkpoints in another folder."
+                "checkpoints in another folder; or attach(..., starting_step=)."
             )
 
 
