@@ -59,6 +59,14 @@ class RunFolder:
         if OPTIONS not in list_names(self.path):
             self.write_options()
 
+    def locked(self) -> None:
+        """Keep the options, so that a process that is killed before its workers begin
+        leaves a run to resume. If the folder can't be written, the start itself fails,
+        with its cause.
+        """
+        with contextlib.suppress(OSError):
+            self.keep_options()
+
     def started(self) -> None:
         """Write the options, once the workers are in their loop."""
         self.write_options()

@@ -296,19 +296,14 @@ class Train(OnRay, WorkerOptions):
             config=config,
             scaling_config=scaling_config,
             run_config=run_config,
+            on_lock=run.locked,
             # not earlier: a refused command must leave the options of an earlier one
             on_start=run.started,
         )
         may_start = self.start(
             recipe=self.recipe, storage_path=storage_path, draws=False
         )
-        if not may_start:
-            return 1
-        # A process that is killed before the workers begin leaves a run to resume. If
-        # the folder can't be written, the start itself fails, with its cause.
-        with contextlib.suppress(OSError):
-            run.keep_options()
-        return self._fit(trainer, run)
+        return self._fit(trainer, run) if may_start else 1
 
     def _fit(self, trainer: Any, run: RunFolder) -> int:
         """Run the trainer, and print how it ended and what goes on from there.

@@ -218,6 +218,8 @@ class AdaScaleTrainer(TorchTrainer):
             each other.
         progress: Show the progress while ``fit()`` waits: live on a terminal, else a
             line every few seconds.
+        on_lock: Called on the driver once the run's folder is this run's alone, before
+            any worker starts.
         on_start: Called on the driver, in another thread, when the workers first enter
             their loop. All checks have passed then, and the checkpoint is loaded, if
             there is one.
@@ -240,6 +242,7 @@ class AdaScaleTrainer(TorchTrainer):
         dataset_config: ray.train.DataConfig | None = None,
         torch_config: ray.train.torch.TorchConfig | None = None,
         progress: bool = True,
+        on_lock: Callable[[], None] | None = None,
         on_start: Callable[[], None] | None = None,
     ) -> None:
         check_type(
@@ -280,6 +283,7 @@ class AdaScaleTrainer(TorchTrainer):
         self._failures = run_config.failure_config or ray.train.FailureConfig()
         self._callbacks = list(run_config.callbacks or [])
         self._progress = progress
+        self._on_lock = on_lock
         self._on_start = on_start
         self._job: dict[str, Any] = {
             "workload": portable(workload),
@@ -363,6 +367,8 @@ class AdaScaleTrainer(TorchTrainer):
         with RunLock(
             folder, str(config.name), filesystem=config.storage_filesystem
         ) as lock:
+            if self._on_lock is not None:
+                self._on_lock()
             channel = make_channel()
             self._job["channel"] = self._torch_config.channel = channel
             self._job["owner"] = lock.owner

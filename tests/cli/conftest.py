@@ -84,10 +84,12 @@ def called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
 
     class Trainer:
         def __init__(self, workload: Any, **kwargs: Any) -> None:
+            self.lock = kwargs.pop("on_lock")
             self.start = kwargs.pop("on_start")
             seen.update(kwargs, workload=workload)
 
         def fit(self) -> Any:
+            self.lock()
             if not seen.get("refused"):
                 self.start()
             if "error" in seen:

@@ -213,7 +213,7 @@ def _groups_of_checkpoints(backends: str, name: str) -> str:
         patched.setattr(dist, "get_backend", lambda group=None: name)
         group = built(
             sharding="none", per_worker_batch_size=2
-        ).checkpointing.saver._group
+        ).boundary.checkpointing.saver._group
     assert group is not whole
     return "default" if group is None else asked(group)
 
