@@ -375,7 +375,8 @@ def store_patiently(
 
 
 def still_missing(look: Callable[[], _Missing]) -> _Missing:
-    """Return what of another machine's files is missing, after some more looks.
+    """Look for another machine's files until they are there, for :data:`CACHED_S` at
+    most. Return what is missing at the end.
 
     Args:
         look: Returns what is missing now; an empty value or None for nothing.

@@ -276,10 +276,15 @@ class Characters(nn.Module):
         return self.out(h.transpose(1, 2))
 
 
-def language(config: Mapping[str, Any]) -> Workload:
-    """Predict the next character of Python's help pages."""
+def of_text(config: Mapping[str, Any], network: Callable[[int], nn.Module]) -> Workload:
+    """Predict the next character of Python's help pages.
+
+    Args:
+        config: The hyperparameters.
+        network: Makes the model for a number of kinds of characters.
+    """
     rows, kinds = characters()
-    model = Characters(kinds)
+    model = network(kinds)
     optimizer = sgd(model, config)
     return made(
         model,
@@ -289,21 +294,16 @@ def language(config: Mapping[str, Any]) -> Workload:
         len(rows) - 3000,
         next_symbol,
     )
+
+
+def language(config: Mapping[str, Any]) -> Workload:
+    """Predict the next character with convolutions."""
+    return of_text(config, Characters)
 
 
 def recurrent(config: Mapping[str, Any]) -> Workload:
-    """Predict the next character of Python's help pages with a GRU."""
-    rows, kinds = characters()
-    model = Symbols(kinds)
-    optimizer = sgd(model, config)
-    return made(
-        model,
-        optimizer,
-        cosine(optimizer, config["total_steps"]),
-        [rows],
-        len(rows) - 3000,
-        next_symbol,
-    )
+    """Predict the next character with a GRU."""
+    return of_text(config, Symbols)
 
 
 class Attention(nn.Module):

@@ -458,7 +458,7 @@ class HookObserver(GradientObserver):
         self._pass.end = weakref.ref(before_reduction)
 
     def _end_local(self) -> None:
-        """End the pass on this worker, whose gradients are all there."""
+        """End the pass on this worker: all of its gradients are there."""
         # DDP may write the reduced gradient into the same memory
         self.samples.flush()
         reducing = self._reducing
@@ -478,7 +478,9 @@ class HookObserver(GradientObserver):
         return [p for p, last in hooks if last != number and p.requires_grad]
 
     def _end_reduced(self) -> None:
-        """End the pass, whose gradients were reduced if it was the step's last."""
+        """End the pass on all workers. In a step's last pass the gradients are reduced
+        now.
+        """
         self._pass.end = None
         if (listener := self.listener()) is None:
             return

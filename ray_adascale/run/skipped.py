@@ -1,5 +1,6 @@
-"""Steps whose gradient is not finite: warnings of the first one. AdaScale ends the
-run after too many in a row.
+"""Warnings of the first step that was skipped, because its gradient is not finite.
+
+AdaScale itself raises an error after too many such steps in a row.
 """
 
 from __future__ import annotations

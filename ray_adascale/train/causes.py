@@ -112,6 +112,8 @@ def cause_of_start(error: Exception) -> Cause:
     if isinstance(error, RayActorError):
         # an exception in a constructor: the controller's
         return Cause.PROGRAM if "creation task" in str(error) else Cause.LOST
+    if isinstance(error, PermissionError):
+        return Cause.FORBIDDEN
     if isinstance(error, OSError):
         return Cause.STORAGE
     if isinstance(error, ProcessGroupFailed) or name == _NOT_STARTED:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import ray.train
 
 from .causes import LIMITS, Cause, cause_of_start, is_rays
-from .cluster import alive_nodes, room
+from .cluster import alive_nodes, node_of, room
 from .retry import RepeatedFailure, bad_nodes, failure_message, rays_words
 
 _NODE_ID = "ray.io/node-id"
@@ -172,9 +172,12 @@ class FailedStarts:
         self._most = most
         self._in_a_row = 0
         self._num_workers = self._fewest, most
-        error = failure_message(
-            ray.train.WorkerGroupError("", failure.failures), lines=False
-        )
+        there = {
+            rank: error
+            for rank, error in failure.failures.items()
+            if (node := node_of(error)) is not None and node.id in bad
+        }
+        error = failure_message(ray.train.WorkerGroupError("", there), lines=False)
         why = (
             f"{error.rstrip('.')}. The run has run on other nodes, so it goes on "
             f"without {' and '.join(sorted(bad.values()))}, with {most} or fewer "

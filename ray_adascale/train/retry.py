@@ -44,7 +44,7 @@ def bad_nodes(failure: RepeatedFailure) -> dict[str, str] | None:
     own = [
         error
         for error in failure.failures.values()
-        if cause_of(error) is not Cause.LOST
+        if cause_of(error) not in (Cause.LOST, Cause.PREEMPTED)
     ]
     nodes = [node_of(error) for error in own if was_beginning(error)]
     if len(nodes) < len(own) or None in nodes:

@@ -16,8 +16,7 @@ from ray_adascale.train.causes import (
     repeats_trial,
 )
 
-PREEMPTED = RayActorError(None, "it died")
-PREEMPTED._preempted = True
+PREEMPTED = RayActorError(None, "it died", preempted=True)
 CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer")
 
 
@@ -71,6 +70,7 @@ class WorkerGroupStartupTimeoutError(Exception):
         (RayActorError(None, "died in its creation task"), Cause.PROGRAM),
         (RayTaskError("f", "", ImportError("theirs")), Cause.PROGRAM),
         (OSError("disk full"), Cause.STORAGE),
+        (PermissionError("the folder"), Cause.FORBIDDEN),
         (ValueError("mine"), Cause.PROGRAM),
     ],
 )

@@ -387,14 +387,20 @@ def _of(node: str | None, when: str = "Raised while the workload was built.") ->
 LOST = RuntimeError("Connection closed by peer [10.0.0.1]: gloo")
 
 
+TAKEN = RayActorError(None, "it died", preempted=True)
+
+
+@pytest.mark.parametrize("other", [LOST, TAKEN])
 def test_a_node_on_which_a_grown_run_cannot_begin_is_left_out(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, other: Exception
 ) -> None:
-    """A machine without the dataset joins: its worker raises, the others lose it."""
+    """A machine without the dataset joins: its worker raises, the others lose it, or
+    one is on a node that is taken away.
+    """
     driver = Driver(monkeypatch, (1, 3), a=1, b=2)
     driver.stepped = {"a"}
     failure = RepeatedFailure(
-        {0: LOST, 1: _of("b"), 2: _of("b")}, "Raised at the build."
+        {0: other, 1: _of("b"), 2: _of("b")}, "Raised at the build."
     )
     assert driver.after(failure) == (1, 1)
     assert driver.last.without == {"b"}

@@ -113,7 +113,12 @@ class Storing:
         )
 
     def given_up(self, limit_s: float) -> str:
-        """Return the message of an end after so many seconds without a new byte."""
+        """Return the error message of a storing that is ended, because no byte was
+        added for a time.
+
+        Args:
+            limit_s: Seconds without a new byte that are allowed.
+        """
         return (
             f"{self.description()}. It is given up after "
             f"AdaScaleConfig(store_timeout_s={limit_s:g}) without progress."
