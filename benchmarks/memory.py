@@ -50,6 +50,7 @@ _OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 
 _NAMES = (
     "ddp",
+    "adascale",
     "oss",
     "sharded",
     "adascale+sharded",
@@ -128,6 +129,9 @@ def measure(kind: str, place: Place, args: argparse.Namespace) -> dict[str, int]
     gradients = 0
     for _ in range(_STEPS):
         stepper.optimizer.zero_grad()
+        for _ in range(place.passes - 1):
+            with stepper.unsynced():
+                F.cross_entropy(stepper.model(x), y).backward()
         F.cross_entropy(stepper.model(x), y).backward()
         gradients = gradient_bytes(model, stepper.optimizer)
         stepper.optimizer.step()
@@ -173,7 +177,7 @@ def worker(
         rank=rank,
         world_size=workers,
         device=device,
-        passes=1,
+        passes=args.passes,
         optimizer=cls,
         settings=settings,
     )
@@ -277,6 +281,7 @@ def main() -> int:
         "--optimizers", nargs="+", choices=list(_OPTIMIZERS), default=list(_OPTIMIZERS)
     )
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--passes", type=int, default=1, help="passes a step")
     parser.add_argument(
         "--depth", type=int, default=24, help="layers of Linear + LayerNorm"
     )

@@ -178,8 +178,9 @@ class AdaScaleConfig:
         step_timeout_s: Seconds that an optimizer step may take. After this time the
             driver of an ``AdaScaleTrainer`` ends the worker that holds up the others,
             and Ray restarts all from the last checkpoint. Default: ten times the
-            slowest of the last 20 steps, and at least 120; inf for never. Evaluations,
-            checkpoints and a start's first step have no limit.
+            slowest of the last 20 steps, and at least 120; inf for never. An evaluation
+            or a checkpoint has no limit while the worker sends heartbeats, and a
+            start's first step has none.
         store_timeout_s: Seconds without a new byte after which a worker gives up
             writing or uploading a checkpoint. Then it fails, and Ray restarts all
             workers from the last checkpoint. A bucket shows a file once it is whole, so

@@ -281,6 +281,12 @@ class AdaScaleTrainer(TorchTrainer):
             )
         refuse_credentials("hyperparameters", hyperparameters)
         self._failures = run_config.failure_config or ray.train.FailureConfig()
+        if config.elastic and not self._failures.max_failures:
+            warn_at_user(
+                "The number of workers may change, and FailureConfig(max_failures=0), "
+                "Ray's default, ends the run when a worker is lost without notice. "
+                "Write RunConfig(failure_config=FailureConfig(max_failures=20))."
+            )
         self._callbacks = list(run_config.callbacks or [])
         self._progress = progress
         self._on_lock = on_lock

@@ -15,7 +15,7 @@ import symtable
 import sys
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import create_autospec
@@ -163,7 +163,15 @@ def _checkpoints(folder: Path) -> dict[str, Any]:
     max((folder / "runs/demo").glob("checkpoint_*/manifest.json")).parent.rename(
         folder / "runs/demo/checkpoint_..."
     )
-    return {"ray_adascale": ray_adascale, "model": torch.nn.Linear(16, 4)}
+    model, optimizer, scheduler, dataset = built({})
+    return {
+        "ray_adascale": ray_adascale,
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "dataset": dataset,
+        "config": replace(config, total_steps=40),
+    }
 
 
 def _report(folder: Path) -> dict[str, Any]:

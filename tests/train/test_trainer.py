@@ -23,7 +23,7 @@ import pytest
 import ray.train
 import torch
 import torch.nn.functional as F
-from ray.train import CheckpointConfig, RunConfig, ScalingConfig
+from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -403,6 +403,24 @@ def test_mistakes_in_the_configuration_are_found_on_the_driver(
     }
     with pytest.raises(ValueError, match=message):
         AdaScaleTrainer(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("workers", "failures", "told"), [((1, 2), 0, 1), ((1, 2), 20, 0), (2, 0, 0)]
+)
+def test_a_range_of_workers_without_restarts_is_warned_of(
+    workers: Any, failures: int, told: int
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        AdaScaleTrainer(
+            workload,
+            recipe=_recipe(),
+            scaling_config=ScalingConfig(num_workers=workers),
+            run_config=RunConfig(failure_config=FailureConfig(max_failures=failures)),
+        )
+    texts = [str(each.message) for each in caught]
+    assert sum("FailureConfig(max_failures=20)" in text for text in texts) == told
 
 
 def test_prepare_outside_a_worker_says_where_it_belongs() -> None:
