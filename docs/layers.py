@@ -86,7 +86,7 @@ TORCH_LAYERS: list[list[Package]] = [
             "run.boundary",
             "what acts at a step boundary",
             "evaluation batch notices checkpointing reporting train_state changes "
-            "replicas backend stage",
+            "replicas backend stage storing",
         ),
         Package(
             "run.guards",

@@ -36,8 +36,8 @@ from .._files import (
 from .._warn import warn_at_user
 from ..checkpoint.files import MANIFEST, STATE, TENSORS, NotPermitted, is_own_file
 from ..run.boundary.backend import Backend, ReportPolicy
-from ..run.boundary.checkpointing import Storing
 from ..run.boundary.stage import StepReport
+from ..run.boundary.storing import Storing
 from ..run.observe.eta import EtaTracker
 from ..run.observe.pulse import Pulse
 from ..run.observe.step import Listener

@@ -20,7 +20,7 @@ import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .._files import without_credentials
-from ..run.boundary.checkpointing import Storing
+from ..run.boundary.storing import Storing
 from ..run.observe.failure import is_users
 from .hangs import Beat, Beats, Hang
 

@@ -109,3 +109,17 @@ def test_each_name_of_the_list_for_type_checkers_is_its_modules() -> None:
         assert getattr(ray_adascale, name) is getattr(
             importlib.import_module(module), name
         )
+
+
+CHANNEL = """
+import sys
+import ray_adascale.train.driver_channel
+assert "torch" not in sys.modules, "three seconds of each start of a run"
+"""
+
+
+def test_the_process_of_a_runs_messages_loads_no_torch() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CHANNEL], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr

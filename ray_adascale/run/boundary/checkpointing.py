@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ from .stage import (
     Stage,
     StepReport,
 )
+from .storing import Storing
 from .train_state import TrainState
 
 Content = tuple[dict[str, Any], dict[str, Any]]
@@ -74,55 +75,6 @@ class Boundary(NamedTuple):
     step: int
     effective_steps: float
     lr: float
-
-
-@dataclass(frozen=True)
-class Storing:
-    """One worker's share of a checkpoint that is being written or stored.
-
-    Attributes:
-        rank: The worker's number.
-        step: Optimizer steps in the checkpoint.
-        place: Where it is stored.
-        stored: Bytes that are there: written by this worker, or seen on the storage, of
-            all workers. A bucket shows a file once it is whole.
-        seconds: Seconds so far.
-        still_s: Seconds since bytes were last added.
-    """
-
-    rank: int
-    step: int
-    place: str
-    stored: int = 0
-    seconds: float = 0.0
-    still_s: float = 0.0
-
-    def after(self, seconds: float) -> Storing:
-        """Return what is known some seconds later, without news."""
-        return replace(
-            self, seconds=self.seconds + seconds, still_s=self.still_s + seconds
-        )
-
-    def description(self) -> str:
-        """Return the storing as the beginning of a sentence."""
-        still = f", none in the last {self.still_s:.0f} s" if self.still_s > 10 else ""
-        return (
-            f"Worker {self.rank} has been storing the checkpoint of optimizer step "
-            f"{self.step:,} in {self.place} for {self.seconds:.0f} s: "
-            f"{self.stored / 1e6:,.1f} MB are there{still}"
-        )
-
-    def given_up(self, limit_s: float) -> str:
-        """Return the error message of a storing that is ended, because no byte was
-        added for a time.
-
-        Args:
-            limit_s: Seconds without a new byte that are allowed.
-        """
-        return (
-            f"{self.description()}. It is given up after "
-            f"AdaScaleConfig(store_timeout_s={limit_s:g}) without progress."
-        )
 
 
 class _InFlight:
