@@ -5,6 +5,7 @@ small JSON files on any storage.
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
 import contextlib
 import errno
 import functools
@@ -13,6 +14,7 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
@@ -47,6 +49,10 @@ STORE_LIMIT_S = 600.0
 _STORE_PAUSE_S = 30.0
 """Longest time between two such tries."""
 
+ANSWER_LIMIT_S = 10.0
+"""Seconds for which the end of a run waits for an answer of its storage."""
+
+_Result = TypeVar("_Result")
 _Missing = TypeVar("_Missing")
 
 _SCRATCH = "ray_adascale-scratch-"
@@ -374,6 +380,44 @@ def store_patiently(
             pause = min(2 * pause, _STORE_PAUSE_S)
 
 
+def in_thread(function: Callable[[], _Result]) -> concurrent.futures.Future[_Result]:
+    """Return the future of a function that uses storage, which may hang. It runs in a
+    thread that the end of the process does not wait for.
+    """
+    result: concurrent.futures.Future[_Result] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as e:
+            result.set_exception(e)
+
+    threading.Thread(target=run, name="ray_adascale-storage", daemon=True).start()
+    return result
+
+
+def answered(look: Callable[[], _Result]) -> _Result:
+    """Return ``look()`` of a storage, if it answers within :data:`ANSWER_LIMIT_S`.
+
+    Raises:
+        TimeoutError: It does not.
+    """
+    result = in_thread(look)
+    if not concurrent.futures.wait([result], ANSWER_LIMIT_S).done:
+        raise TimeoutError(f"no answer for {ANSWER_LIMIT_S:g} s")
+    return result.result()
+
+
+def list_anew(system: Any) -> None:
+    """Let a file system of fsspec forget its listings, which lack what other processes
+    have written since.
+    """
+    inner = getattr(getattr(system, "handler", None), "fs", None)
+    forget = getattr(inner, "invalidate_cache", None)
+    if forget is not None:
+        forget()
+
+
 def still_missing(look: Callable[[], _Missing]) -> _Missing:
     """Look for another machine's files until they are there, for :data:`CACHED_S` at
     most. Return what is missing at the end.
@@ -444,6 +488,7 @@ def _storage(path: str, system: Any = None) -> tuple[Any, str]:
     ``system``, the path is one in that system.
     """
     if system is not None:
+        list_anew(system)
         return system, path
     try:
         import pyarrow.fs  # comes with Ray
@@ -453,6 +498,7 @@ def _storage(path: str, system: Any = None) -> tuple[Any, str]:
         ) from None
 
     system, inside = pyarrow.fs.FileSystem.from_uri(path)
+    list_anew(system)  # fsspec keeps one for all URIs
     return system, inside
 
 

@@ -17,6 +17,7 @@ from .._files import (
     OPTIONS,
     SEARCH,
     absolute,
+    answered,
     join,
     list_names,
     read_json,
@@ -83,16 +84,21 @@ class RunFolder:
         """Write a failure to the folder, without credentials, and the options if a
         failed build has left none. Return the path of the text.
 
-        If the folder can't be written, the text goes to a scratch file.
+        If the folder can't be written, or does not answer, the text goes to a scratch
+        file.
 
         Args:
             text: The failure in a sentence, on the first line, and its traceback.
         """
         path = join(self.path, ERROR)
         text = without_credentials(text)
-        try:
+
+        def write() -> None:
             self.keep_options()
             write_text(path, text)
+
+        try:
+            answered(write)
         except OSError:
             with tempfile.NamedTemporaryFile(
                 "w", prefix="ray_adascale-error-", suffix=".txt", delete=False
@@ -108,15 +114,23 @@ class RunFolder:
         from ..train.ray_record import newest_checkpoint
 
         command = f"`ray-adascale resume {shlex.quote(self.path)}`"
-        with contextlib.suppress(OSError):
+
+        def look() -> str:
             if newest_checkpoint(self.path) is not None:
-                otherwise = f"{command} goes on from the last checkpoint."
-            elif OPTIONS in list_names(self.path):
-                otherwise = (
-                    f"There is no checkpoint yet; {command} starts the run again."
-                )
-        if otherwise:
-            print(otherwise, file=sys.stderr)
+                return f"{command} goes on from the last checkpoint."
+            if OPTIONS in list_names(self.path):
+                return f"There is no checkpoint yet; {command} starts the run again."
+            return otherwise
+
+        sentence = otherwise
+        try:
+            sentence = answered(look)
+        except TimeoutError:
+            sentence = f"{command} goes on with the run."
+        except OSError:
+            pass
+        if sentence:
+            print(sentence, file=sys.stderr)
 
 
 def folder_of(run: str, storage_path: str | None) -> str:

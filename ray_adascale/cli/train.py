@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .._errors import SettingError, typed
-from .._files import OPTIONS, absolute, join, read_json, split, unique_name
+from .._files import OPTIONS, absolute, answered, join, read_json, split, unique_name
 from ..config import AdaScaleConfig
 from ..train.connection import check_address
 from .checking import Connection, OnRay
@@ -332,7 +332,7 @@ class Train(OnRay, WorkerOptions):
         except KeyboardInterrupt as e:
             tell(f"interrupted. {e}".rstrip())
             with contextlib.suppress(OSError):
-                run.keep_options()
+                answered(run.keep_options)
             run.print_how_to_continue(
                 "The workers had not begun; the same command starts the run again."
             )

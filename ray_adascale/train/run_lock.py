@@ -26,7 +26,7 @@ import pyarrow
 import pyarrow.fs
 
 from .._errors import SettingError
-from .._files import absolute, read_text, split
+from .._files import absolute, answered, read_text, split
 
 _log = logging.getLogger(__name__)
 
@@ -118,8 +118,11 @@ class RunLock:
         self._thread.join(_BEAT_S)
         # the run has its result: the lock that stays is taken over later
         with contextlib.suppress(Exception):
-            if self._is_own(self._read()):
-                self._filesystem.delete_file(self._path)
+            answered(self._remove)
+
+    def _remove(self) -> None:
+        if self._is_own(self._read()):
+            self._filesystem.delete_file(self._path)
 
     @property
     def _path(self) -> str:

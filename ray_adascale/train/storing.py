@@ -14,8 +14,9 @@ from typing import Any
 
 import pyarrow.fs
 
+from .._files import in_thread, list_anew
 from ..checkpoint import CheckpointError
-from ..run.boundary.checkpointing import Storing
+from ..run.boundary.storing import Storing
 
 _LOOK_S = 5.0
 """Seconds between two looks at what is stored."""
@@ -28,33 +29,28 @@ def stored_within(
     tell: Callable[[Storing | None], object],
     limit_s: float,
 ) -> Any:
-    """Return ``store()``, which runs in a thread of its own, since storage may hang.
+    """Return ``store()``, which runs in a thread, since storage may hang.
 
     Args:
         store: Writes a share of a checkpoint to the storage.
         storing: What is stored, and where in the file system.
         filesystem: The storage.
-        tell: Called every few seconds with the progress, and at the end with None.
+        tell: Called at once and every few seconds with the progress, and at the end
+            with None.
         limit_s: Seconds without a new byte after which it is given up.
 
     Raises:
         CheckpointError: It was given up.
     """
-    result: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    result = in_thread(store)
     seen = _Seen(storing, filesystem)
     telling = threading.Lock()
     ended = False
 
-    def run() -> None:
-        try:
-            result.set_result(store())
-        except BaseException as e:
-            result.set_exception(e)
-
     def look() -> None:
         while not concurrent.futures.wait([result], _LOOK_S).done:
-            # A storage that hangs, hangs here too: then there are no news. File systems
-            # of other libraries raise errors of their own.
+            # A storage that hangs, hangs here too: then the first news age. File
+            # systems of other libraries raise errors of their own.
             with contextlib.suppress(Exception):
                 seen.look()
             with telling:
@@ -62,10 +58,8 @@ def stored_within(
                     return
                 tell(seen.now)
 
-    for target in (run, look):
-        threading.Thread(
-            target=target, name="ray_adascale-storing", daemon=True
-        ).start()
+    tell(seen.now)
+    in_thread(look)
     try:
         while not concurrent.futures.wait([result], min(1.0, limit_s / 4)).done:
             if seen.now.still_s >= limit_s:
@@ -86,6 +80,7 @@ class _Seen:
         self._began = self._changed = time.monotonic()
 
     def look(self) -> None:
+        list_anew(self._filesystem)
         selector = pyarrow.fs.FileSelector(
             self._storing.place, allow_not_found=True, recursive=True
         )

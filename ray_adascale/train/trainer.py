@@ -24,7 +24,7 @@ from ray.util.annotations import PublicAPI
 
 from .._errors import SettingError, check_type
 from .._fields import refuse_credentials
-from .._files import full_disk_note, join
+from .._files import answered, full_disk_note, join
 from .._warn import warn_at_user
 from ..config import AdaScaleConfig, read_settings
 from ..recipe import Recipe
@@ -473,7 +473,18 @@ class AdaScaleTrainer(TorchTrainer):
         """Return what a run that was ended at once has left, in sentences."""
         status = self._monitor.status
         reached = int((status.metrics or {}).get("optimizer_steps", 0))
-        saved = newest_stored(self._folder, self.run_config.storage_filesystem)
+        look = functools.partial(
+            newest_stored, self._folder, self.run_config.storage_filesystem
+        )
+        try:
+            saved = answered(look)
+        except Exception as e:  # file systems of other libraries have errors of theirs
+            storing = f" {status.storing.description()}." if status.storing else ""
+            return (
+                f"The run ended at once, at optimizer step {reached:,}. Its last whole "
+                f"checkpoint is not known: {self._folder} could not be read "
+                f"({type(e).__name__}: {e}).{storing}"
+            )
         cut_off = ""
         if status.storing is not None and (
             saved is None or saved.step < status.storing.step

@@ -9,6 +9,8 @@ import re
 import shutil
 import socket
 import sys
+import threading
+import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -25,11 +27,12 @@ from ray.train.v2._internal.exceptions import (
     WorkerHealthCheckTimeoutError,
 )
 
-from ray_adascale import AdaScaleConfig, checkpoint
+from ray_adascale import AdaScaleConfig, _files, checkpoint
 from ray_adascale.analysis.describe import describe
+from ray_adascale.cli import run_folder
 from ray_adascale.cli.run_folder import folder_of
 from ray_adascale.run.observe.failure import annotate_exceptions
-from ray_adascale.train import cluster, trainer
+from ray_adascale.train import cluster, ray_record, trainer
 
 from .. import samples_of
 from .conftest import BASE, FOUND, RECIPE, SAMPLES, TRAIN, WORKLOAD, Result
@@ -386,6 +389,29 @@ def test_every_end_says_how_to_go_on(
     said = cli(*train, code=1).err
     assert "None of the 2 checkpoints" in said
     assert "goes on" not in said
+
+
+def test_an_end_does_not_wait_for_a_storage_that_does_not_answer(
+    called: dict[str, Any], tmp_path: Path, cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    looks: list[str] = []
+
+    def hang(path: str, *_: Any) -> list[str]:
+        looks.append(path)
+        if len(looks) > 1:  # not as the run starts
+            answers.wait(60)
+        return []
+
+    called["error"] = KeyboardInterrupt("The run was interrupted.")
+    monkeypatch.setattr(_files, "ANSWER_LIMIT_S", 0.2)
+    monkeypatch.setattr(run_folder, "list_names", hang)
+    monkeypatch.setattr(ray_record, "newest_checkpoint", hang)
+    began = time.monotonic()
+    said = cli(*TRAIN, "--name=x", f"--storage-path={tmp_path}", code=130).err
+    answers.set()
+    assert time.monotonic() - began < 30
+    assert f"`ray-adascale resume {tmp_path / 'x'}` goes on with the run.\n" in said
 
 
 def test_an_end_before_the_workers_loop(
