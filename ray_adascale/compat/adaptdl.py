@@ -28,7 +28,7 @@ from .._torch import uncompiled
 from ..batch import StepPlan
 from ..gain import plain_gain
 from ..optim.adam_metric import adam_preconditioner
-from ..optim.rules import RuleInput
+from ..optim.rules import AdaScaleRule, RuleInput
 from ..optim.wrapper import check_wrappable
 from ..scaling_rules import VARIANCE_FLOOR, ScalingRuleBase
 from .fairscale import AdaScale
@@ -80,6 +80,7 @@ class NoiseScale:
             num_gradients_to_accumulate=_ANY_PASSES,
             variance_floor=variance_floor,
             clip="averages",
+            rule=AdaScaleRule(),  # a step has that of the scaling rule
             **kwargs,
         )
         self.statistics.step_end = self._plan_if_last

@@ -16,11 +16,13 @@ from torch.optim import SGD, Optimizer
 
 from .._errors import check_count
 from .._torch import uncompiled
+from .._warn import warn_on_first_worker
 from ..batch import StepPlan
 from ..gain import count_decay
 from ..optim.adascale import AdaScaleOptimizer
 from ..optim.next_state import Averaging, Smoothing
-from ..optim.rules import ScalingRule
+from ..optim.rules import ScalingRule, auto_rule
+from ..sharding.oss import OSS
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ class AdaScale(AdaScaleOptimizer):
         base_batch_size: B0 in examples; with ``batch_size`` it gives the scale.
         batch_size: B in examples, over all workers and passes.
         rule: Maps a :class:`RuleInput` to (LR factor, clock increment). Default:
-            AdaScale's (r, r).
+            AdaScale's (r, r), as FairScale. For Adam and its like, whose default in a
+            Run is ``AdaScaleMemoryRule()``, a warning says so.
         precondition: Maps (parameter, gradient) to the tensor that norms are taken of,
             for another metric than the Euclidean.
         model: The model. Needed for ``fully_shard``, and for a communication hook of
@@ -151,6 +154,8 @@ class AdaScale(AdaScaleOptimizer):
             precondition=precondition,
             model=model,
         )
+        if rule is None:
+            _warn_of_betas(optimizer)
 
     @property
     def smoothing(self) -> float:
@@ -240,6 +245,21 @@ class AdaScaleWrapper(AdaScale):
             # call would set the wrong one.
             debias_ewma=debias_ewma,
         )
+
+
+def _warn_of_betas(optimizer: Optimizer) -> None:
+    """Warn if FairScale's rule is not that of a Run for the optimizer."""
+    inner = optimizer.optim if isinstance(optimizer, OSS) else optimizer
+    kinds = type(inner).__mro__
+    if auto_rule(kind.__name__ for kind in kinds) == auto_rule([]):
+        return
+    warn_on_first_worker(
+        f"AdaScale({kinds[0].__name__}) has FairScale's rule: it multiplies the "
+        "learning rate by r and leaves the betas as they are. With it metrics fell "
+        "behind the base run's (docs/results.md). Write AdaScale(..., "
+        "rule=AdaScaleMemoryRule()). With rule=AdaScaleRule() FairScale's rule stays, "
+        "without this warning."
+    )
 
 
 def check_averaging(

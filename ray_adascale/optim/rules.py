@@ -383,8 +383,8 @@ def make_rule(rule: str | ScalingRule) -> ScalingRule:
             and not (steps.isdecimal() and int(steps) and hasattr(RULES[name], "steps"))
         ):
             raise ValueError(
-                f"Invalid {rule=}. Known rules: {', '.join(RULES)}, linear:STEPS; or "
-                "pass a callable."
+                f"Invalid {rule=}. Known rules: {', '.join(RULES)}, and linear:STEPS, "
+                "sqrt:STEPS, unscaled:STEPS; or pass a callable."
             )
         return RULES[name](**({"steps": int(steps)} if steps else {}))
     if isinstance(rule, type):

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim import SGD
 
-from ray_adascale import OSS, AdaScale
+from ray_adascale import OSS, AdaScale, AdaScaleMemoryRule, AdaScaleRule
 from ray_adascale.compat.fairscale import AdaScaleWrapper
 
 from ..classifier import batches, make_model, weights
@@ -203,3 +205,35 @@ def test_without_debiasing_a_group_added_later_shares_the_count_of_the_others(
         assert optimizer.gain() == pytest.approx((v + s) / (v / scale + s), rel=1e-9)
         optimizer.step()
         optimizer.zero_grad()
+
+
+class _MyAdam(torch.optim.AdamW):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("cls", "sharded", "rule", "told"),
+    [
+        (torch.optim.Adam, False, None, 1),
+        (_MyAdam, True, None, 1),
+        (torch.optim.AdamW, False, AdaScaleMemoryRule(), 0),
+        (torch.optim.AdamW, False, AdaScaleRule(), 0),
+        (SGD, True, None, 0),
+        (torch.optim.RMSprop, False, None, 0),
+    ],
+)
+def test_fairscales_rule_for_adam_is_warned_of(
+    cls: Any, sharded: bool, rule: Any, told: int
+) -> None:
+    params = make_model().parameters()
+    inner = OSS(params, cls, lr=0.1) if sharded else cls(params, lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        AdaScale(inner, num_gradients_to_accumulate=2, rule=rule)
+    texts = [str(each.message) for each in caught]
+    assert len(texts) == told
+    assert all(
+        f"AdaScale({cls.__name__}) has FairScale's rule" in text
+        and "rule=AdaScaleMemoryRule()" in text
+        for text in texts
+    )

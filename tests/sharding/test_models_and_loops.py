@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
 
-from ray_adascale import AdaScale
+from ray_adascale import AdaScale, AdaScaleConfig, Run
 
 from ..uneven import Net, assert_agree, batches, compared, loss_of, weights
 from .against_ddp import (
@@ -109,6 +110,33 @@ def _two_forwards(sharded: bool) -> Tensor:
 
 def test_two_forward_passes_with_batch_norm_and_one_backward_pass(pool: Pool) -> None:
     assert_agree(pool(2).run(_two_forwards))
+
+
+def _batch_norm_in_eval_mode(bare: bool) -> Tensor:
+    """Weights and buffers of a run whose loop freezes batch norm after two steps, and
+    calls the bare model or the wrapped one.
+    """
+    torch.manual_seed(1)
+    norm = nn.BatchNorm1d(4)
+    model = nn.Sequential(nn.Linear(3, 4), norm, nn.Linear(4, 2))
+    config = AdaScaleConfig(
+        base_batch_size=6, total_steps=12, sharding="zero2", num_loader_workers=0
+    )
+    optimizer = OPTIMIZERS["momentum"](model)
+    run = Run(model, optimizer, None, TensorDataset(torch.randn(60, 3)), config)
+    for (x,) in run:
+        norm.train(run.state.iterations < 2)
+        called = run.module if bare else run.model
+        run.backward(called(x).square().mean())
+        run.step()
+    return torch.cat([value.flatten() for value in model.state_dict().values()])
+
+
+def test_a_bare_model_has_the_first_workers_buffers_in_each_step(pool: Pool) -> None:
+    bare = pool(2).run(_batch_norm_in_eval_mode, True)
+    wrapped = pool(2).run(_batch_norm_in_eval_mode, False)
+    for mine, expected in zip(bare, wrapped, strict=True):
+        assert torch.equal(mine, expected)
 
 
 @compared

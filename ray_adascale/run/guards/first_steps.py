@@ -131,10 +131,11 @@ def warn_of_micro_batch(
     if norms and examples < base_batch_size:
         warn_on_first_worker(
             f"Batch norm ({norms[0]!r}) computes its statistics over {examples} "
-            f"examples, and over {base_batch_size} in the base run, so weights and "
-            f"accuracy may differ. Use per_worker_batch_size={base_batch_size} if it "
-            "fits, torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), or a norm of "
-            "single examples (GroupNorm)."
+            f"examples. If the base run was one process, it had {base_batch_size}, and "
+            "weights and accuracy may differ: use "
+            f"per_worker_batch_size={base_batch_size} if it fits, "
+            "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), or a norm of single "
+            "examples (GroupNorm)."
         )
     if examples != base_batch_size and (summed := sum_advice(loss, examples)):
         warn_on_first_worker(summed)

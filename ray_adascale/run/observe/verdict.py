@@ -307,11 +307,14 @@ class Verdict:
         base = self.base.base_batch_size
         if examples is None:
             return
-        figure = f"batch norm over {examples} examples, {base} in the base run"
+        figure = f"batch norm over {examples} examples, {base} in a base batch"
         if examples >= base:
             yield FirstCheck(figure=figure)
             return
-        yield FirstCheck(finding=f"B{figure[1:]}: use per_worker_batch_size={base}.")
+        yield FirstCheck(
+            finding=f"B{figure[1:]}: use per_worker_batch_size={base}, or the base "
+            "run's, if it had several workers."
+        )
 
     def _stability(self) -> FirstCheck:
         clipped = self.run.clipped

@@ -147,22 +147,26 @@ class ShardedDataParallel(nn.Module):
             if self.auto_refresh_trainable:
                 self.follow()
             if self.training and torch.is_grad_enabled():
-                # Once a step: a second forward pass before the backward pass needs the
-                # buffers of the first unchanged.
-                if (
-                    self.broadcast_buffers
-                    and self._sent_at != self._reduction.reductions
-                ):
-                    send_from_first(
-                        [
-                            b
-                            for part in self._with_buffers
-                            for b in part.buffers(recurse=False)
-                        ],
-                        self._group,
-                    )
-                self._sent_at = self._reduction.reductions
+                self.send_buffers_of_step()
         return self.module(*inputs, **kwargs)
+
+    def send_buffers_of_step(self) -> None:
+        """Send rank 0's buffers to all workers, unless this was done in the step.
+        Collective.
+
+        A second forward pass before the backward pass needs the buffers of the first
+        unchanged.
+        """
+        if self._sent_at == self._reduction.reductions:
+            return
+        self._sent_at = self._reduction.reductions
+        if self.broadcast_buffers:
+            buffers = [
+                buffer
+                for part in self._with_buffers
+                for buffer in part.buffers(recurse=False)
+            ]
+            send_from_first(buffers, self._group)
 
     def __getattr__(self, name: str) -> Any:
         """Return the module's attribute for a name that the wrapper lacks, as
@@ -362,6 +366,9 @@ class Zero2(Sharding):
 
     def begin_pass(self, *, last: bool) -> None:
         self._reduction.syncing = last
+        if self.sharded:
+            # as its forward pass does, which the loop need not call
+            cast(ShardedDataParallel, self.model).send_buffers_of_step()
 
     def begin_backward(self) -> None:
         # hooks that the loop has registered since find and may change the gradients

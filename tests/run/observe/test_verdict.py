@@ -198,8 +198,9 @@ STEPS = "1 % of the steps clipped, 0 % skipped"
             {"norm_batch": 4},
             {},
             [
-                "Batch norm over 4 examples, 8 in the base run: use "
-                "per_worker_batch_size=8."
+                "Batch norm over 4 examples, 8 in a base batch: use "
+                "per_worker_batch_size=8, or the base run's, if it had several "
+                "workers."
             ],
             f"{FIGURES}; {STEPS}; efficiency 75 %",
         ),
@@ -207,7 +208,7 @@ STEPS = "1 % of the steps clipped, 0 % skipped"
             {"norm_batch": 8},
             {},
             [],
-            f"{FIGURES}; batch norm over 8 examples, 8 in the base run; {STEPS}; "
+            f"{FIGURES}; batch norm over 8 examples, 8 in a base batch; {STEPS}; "
             "efficiency 75 %",
         ),
         (
