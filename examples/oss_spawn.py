@@ -50,7 +50,6 @@ def dist_init(rank: int, world_size: int, port: int) -> torch.device:
         world_size=world_size,
         timeout=timedelta(seconds=300),
     )
-    torch.manual_seed(0)  # the same model on every worker
     if not cuda:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
         return torch.device("cpu")
@@ -83,11 +82,17 @@ def batches(
         yield inputs.to(device), labels.to(device)
 
 
-def train(
-    rank: int, world_size: int, epochs: int, port: int, how: str, folder: str
-) -> None:
-    """Train in one process. ``how`` is "oss", "sharded" or "amp"."""
+def work(rank: int, world_size: int, epochs: int, port: int, folder: str) -> None:
+    """Train the three ways in one process."""
     device = dist_init(rank, world_size, port)
+    for how in ("oss", "sharded", "amp"):
+        train(rank, device, epochs, how, folder)
+    dist.destroy_process_group()
+
+
+def train(rank: int, device: torch.device, epochs: int, how: str, folder: str) -> None:
+    """Train one way: ``how`` is "oss", "sharded" or "amp"."""
+    torch.manual_seed(0)  # the same model on every worker
     model = make_model(device)
     loss_fn = nn.CrossEntropyLoss()
 
@@ -139,7 +144,6 @@ def train(
             f"of {full / 1024:.0f} on worker 0",
             flush=True,
         )
-    dist.destroy_process_group()
 
 
 def free_port() -> int:
@@ -163,15 +167,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.output or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        for how in ("oss", "sharded", "amp"):
-            arguments = (
-                args.workers,
-                1 if args.smoke else args.epochs,
-                free_port(),
-                how,
-                str(folder),
-            )
-            mp.spawn(train, args=arguments, nprocs=args.workers, join=True)
+        epochs = 1 if args.smoke else args.epochs
+        arguments = (args.workers, epochs, free_port(), str(folder))
+        mp.spawn(work, args=arguments, nprocs=args.workers, join=True)
 
 
 if __name__ == "__main__":

@@ -122,13 +122,13 @@ def main() -> None:
     parser.add_argument(
         "--storage", type=Path, help="folder for results; default: a temporary one"
     )
-    parser.add_argument("--smoke", action="store_true", help="6 short trials")
+    parser.add_argument("--smoke", action="store_true", help="4 short trials")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         storage = (args.storage or Path(scratch)).resolve()
         storage.mkdir(parents=True, exist_ok=True)
         recipe = search(
-            400 if args.smoke else 1800, 6 if args.smoke else 16, str(storage)
+            400 if args.smoke else 1800, 4 if args.smoke else 16, str(storage)
         )
         recipe.save(storage / "recipe.json")
         print(f"found at batch {BASE_BATCH}: {recipe.describe()}", flush=True)

@@ -287,8 +287,14 @@ def test_fairscale_after_differs_by_the_import() -> None:
     ]
 
 
-def test_fairscale_after(tmp_path: Path) -> None:
-    rows = _numbers(run("fairscale_after.py", folder=tmp_path))
+@pytest.fixture(scope="module")
+def after(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, ...]]:
+    """Return what ``fairscale_after.py`` prints."""
+    return _numbers(run("fairscale_after.py", folder=tmp_path_factory.mktemp("after")))
+
+
+def test_fairscale_after(after: list[tuple[float, ...]]) -> None:
+    rows = after
     assert [epoch for epoch, *_ in rows] == [1, 2]
     for epoch, steps, effective, gain, _, lr in rows:
         assert 200 * epoch <= effective < 200 * epoch + 2  # 200 base batches an epoch
@@ -300,9 +306,10 @@ def test_fairscale_after(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     importlib.util.find_spec("fairscale") is None, reason="fairscale is not installed"
 )
-def test_fairscale_after_is_as_before(tmp_path: Path) -> None:
+def test_fairscale_after_is_as_before(
+    after: list[tuple[float, ...]], tmp_path: Path
+) -> None:
     before = _numbers(run("fairscale_before.py", folder=tmp_path))
-    after = _numbers(run("fairscale_after.py", folder=tmp_path))
     assert len(before) == 2
     # Equal as printed, but for rounding in the last place.
     assert after == [pytest.approx(row, abs=1.1e-4) for row in before]

@@ -1,14 +1,16 @@
-"""Workers, and Ray's controller, that die while a run starts: at each moment of a
-start, with a fixed and an elastic group.
+"""Workers, and Ray's controller, that die while a run starts, at each moment of a
+start, or that stop in the loop: with a fixed and an elastic group.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
 import pickle
 import re
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +30,7 @@ from ray.train.v2._internal.exceptions import (
 from ray.train.v2._internal.execution.callback import WorkerCallback
 
 from ray_adascale import AdaScaleConfig, AdaScaleTrainer, load_weights
-from ray_adascale.train import driver_monitor
+from ray_adascale.train import driver_monitor, hangs
 from ray_adascale.train import failed_starts as module
 from ray_adascale.train.causes import ProcessGroupFailed
 from ray_adascale.train.cluster import NodeOfWorker
@@ -115,10 +117,21 @@ def _loaded(plan: Plan) -> DiesWhenLoaded:
 
 
 def workload(config: dict[str, Any]) -> Any:
-    if os.environ["RANK"] == "0" and config["dies"].plan.due("build"):
+    plan = config["dies"].plan
+    if os.environ["RANK"] == "0" and plan.due("build"):
         time.sleep(1)  # after Ray's call that starts the loop has returned
         die()
-    return quiet({"lr": 0.1})
+    built = quiet({"lr": 0.1})
+    loss_fn = built.loss_fn
+    batches = itertools.count(1)
+
+    def stops_once(model: Any, batch: Any) -> Any:
+        if next(batches) == 20 and os.environ["RANK"] == "1" and plan.due("loop"):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return loss_fn(model, batch)
+
+    built.loss_fn = stops_once
+    return built
 
 
 def trainer(
@@ -152,15 +165,8 @@ def trainer(
     )
 
 
-MOMENTS = [
-    "context",
-    "group",
-    "unreachable",
-    "folder",
-    "function",
-    "build",
-    "controller",
-]
+# Those of the process group, "unreachable" and "group", are the elastic run's.
+MOMENTS = ["context", "folder", "function", "build", "loop", "controller"]
 
 
 def test_an_elastic_run_that_can_not_start_twice_starts_with_fewer_workers(
@@ -176,6 +182,10 @@ def test_an_elastic_run_that_can_not_start_twice_starts_with_fewer_workers(
             ray_session, "unreachable", plan, workers=(1, 2), max_failures=2
         ).fit()
     assert plan.left == []
+    assert (
+        "did not reach each other: DistNetworkError: The client socket has timed out"
+        in caplog.text
+    )
     assert (
         "2 times in a row, so the run goes on with 1 or fewer workers. Restart 2 of 2"
         in caplog.text
@@ -193,20 +203,34 @@ def test_failed_starts_count_and_the_last_one_ends_the_run(
 ) -> None:
     plan = Plan.of(tmp_path / "plan", "build", "function", "function", "function")
     with pytest.raises(ray.train.ControllerError, match="The actor died unexpectedly"):
-        trainer(ray_session, "often", plan, workers=2, max_failures=2).fit()
+        trainer(ray_session, "often", plan, workers=1, max_failures=2).fit()
     assert plan.left == ["function"]
 
 
 # After the elastic run: Ray keeps a dead controller's reservation for three minutes,
 # and elastic runs wait for that.
-@pytest.mark.timeout(900)  # eight starts
-def test_a_run_survives_a_death_at_each_moment_of_a_start(
-    ray_session: Path, tmp_path: Path, pool: Any, caplog: pytest.LogCaptureFixture
+@pytest.mark.timeout(900)  # seven starts
+def test_a_run_survives_a_death_at_each_moment_of_a_start_and_a_worker_that_stops(
+    ray_session: Path,
+    tmp_path: Path,
+    pool: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The worker that stops is found and ended in seconds: gloo alone would end the
+    others after the 20 s of its limit, and this one never.
+    """
+    monkeypatch.setattr(hangs, "_SURE_S", 1.0)
     plan = Plan.of(tmp_path / "plan", *MOMENTS)
     with caplog.at_level(logging.INFO, "ray_adascale"):
         result = trainer(
-            ray_session, "dying", plan, workers=2, max_failures=len(MOMENTS)
+            ray_session,
+            "dying",
+            plan,
+            workers=2,
+            max_failures=len(MOMENTS),
+            checkpoint_every_s=1e-9,
+            step_timeout_s=4.0,
         ).fit()
     assert plan.left == []
     restarts = [line for line in caplog.messages if " Restart " in line]
@@ -214,15 +238,17 @@ def test_a_run_survives_a_death_at_each_moment_of_a_start(
     assert [
         f"Restart {n} of {count}" in line for n, line in enumerate(restarts, 1)
     ] == [True] * count, restarts
-    assert (
-        "did not reach each other: DistNetworkError: The client socket has timed out"
-        in restarts[2]
-    )
     assert re.search(
-        r"its worker process has died \(process \d+ on [\d.]+\)\. Restart 5",
-        restarts[4],
+        r"its worker process has died \(process \d+ on [\d.]+\)\. Restart 3",
+        restarts[2],
     )
-    assert restarts[6].startswith("Ray's controller ended. The actor died unexpectedly")
+    assert "Restart 5 of 6, from the last checkpoint" in restarts[4]
+    assert restarts[5].startswith("Ray's controller ended. The actor died unexpectedly")
+    (hang,) = (line for line in caplog.messages if "made no step" in line)
+    assert "Worker 1 on node" in hang
+    assert "sends no heartbeat: it is stopped, or its node can't be reached." in hang
+    assert "Worker 0 waits for the gradients of the other workers." in hang
+    assert re.search(r" Process \d+ of worker 1 on node \S+ is ended", hang)
     assert result.return_value["stopped"] == "total_steps reached"
     left_alone = pool(2).run(
         functools.partial(_without_ray, accumulation=1, total_steps=40)

@@ -1,11 +1,12 @@
-"""A worker that hangs: the driver finds it, ends it, and Ray restarts the run."""
+"""A worker that hangs: the driver finds it, ends it, and Ray restarts the run.
+
+One that is stopped is in test_failed_starts.py.
+"""
 
 from __future__ import annotations
 
 import logging
-import os
 import re
-import signal
 import subprocess
 import time
 from functools import partial
@@ -39,28 +40,30 @@ T = 60
 
 
 class Stuck(TensorDataset):
-    """A dataset whose worker 1 stops or waits for ever, once, at its 20th example."""
+    """A dataset whose worker 1 waits for ever, once, at its 20th example.
 
-    def __init__(self, how: str, flag: str) -> None:
+    Args:
+        flag: The file that says that it has; None for one that never waits.
+    """
+
+    def __init__(self, flag: str | None) -> None:
         super().__init__(
             torch.randn(64, 6, generator=torch.Generator().manual_seed(0)),
             torch.arange(64) % 2,
         )
-        self._how, self._flag, self._count = how, Path(flag), 0
+        self._flag = flag
+        self._count = 0
 
     def __getitem__(self, index: Any) -> Any:
         self._count += 1
         if (
             self._count == 20
             and dist.get_rank() == 1
-            and self._how != "no"
-            and not self._flag.exists()
+            and self._flag is not None
+            and not Path(self._flag).exists()
         ):
-            self._flag.touch()
-            if self._how == "stopped":
-                os.kill(os.getpid(), signal.SIGSTOP)
-            else:
-                time.sleep(3600)
+            Path(self._flag).touch()
+            time.sleep(3600)
         return super().__getitem__(index)
 
 
@@ -69,7 +72,7 @@ def workload(config: dict[str, Any]) -> Workload:
     return Workload(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
-        train_dataset=Stuck(config["how"], config["flag"]),
+        train_dataset=Stuck(config["flag"]),
         loss_fn=partial(_loss, pause_s=config.get("pause_s", 0.0)),
     )
 
@@ -89,7 +92,7 @@ CONFIG = AdaScaleConfig(
 
 
 def _left_alone() -> list[float]:
-    config: dict[str, Any] = {"how": "no", "flag": ""}
+    config: dict[str, Any] = {"flag": None}
     seed_everything(0)
     built = build(workload, config, CONFIG)
     run = Run.of(built, CONFIG)
@@ -100,17 +103,9 @@ def _left_alone() -> list[float]:
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("stopped", "sends no heartbeat: it is stopped, or its node can't be reached."),
-        pytest.param("stuck", "waits for its next batch.", marks=pytest.mark.slow),
-    ],
-)
 def test_a_worker_that_hangs_is_named_and_ended_and_the_run_ends_as_if_nothing_happened(
-    how: str,
-    said: str,
     ray_session: Path,
     pool: Any,
     caplog: pytest.LogCaptureFixture,
@@ -121,11 +116,11 @@ def test_a_worker_that_hangs_is_named_and_ended_and_the_run_ends_as_if_nothing_h
         began = time.monotonic()
         result = AdaScaleTrainer(
             workload,
-            hyperparameters={"how": how, "flag": str(ray_session / f"{how}-was")},
+            hyperparameters={"flag": str(ray_session / "stuck-was")},
             config=CONFIG,
             scaling_config=ScalingConfig(num_workers=2),
             run_config=RunConfig(
-                name=how,
+                name="stuck",
                 storage_path=str(ray_session),
                 failure_config=FailureConfig(max_failures=1),
             ),
@@ -141,7 +136,7 @@ def test_a_worker_that_hangs_is_named_and_ended_and_the_run_ends_as_if_nothing_h
     ]
     assert len(lines) == 1, lines
     assert "Worker 1 on node" in lines[0]
-    assert said in lines[0]
+    assert "waits for its next batch." in lines[0]
     assert "Worker 0 waits for the gradients of the other workers." in lines[0]
     assert re.search(r" Process \d+ of worker 1 on node \S+ is ended", lines[0])
     assert any(
@@ -171,7 +166,7 @@ def test_a_busy_machine_is_no_hang(
         with caplog.at_level(logging.INFO, logger="ray_adascale"):
             result = AdaScaleTrainer(
                 workload,
-                hyperparameters={"how": "no", "flag": "", "pause_s": 0.02},
+                hyperparameters={"flag": None, "pause_s": 0.02},
                 config=AdaScaleConfig(
                     base_batch_size=2,
                     total_steps=2000,

@@ -481,7 +481,9 @@ def test_sigterm_ends_the_workers_and_leaves_a_checkpoint_to_resume_from(
     """The command line with a Ray of its own, and then here: half a minute, for the
     start of two workers and of one.
 
-    SIGTERM, as `ray job stop` sends it, has Ctrl-C's handler.
+    SIGTERM, as `ray job stop` sends it, has Ctrl-C's handler. All processes have the
+    variable with which `ray up` starts a cluster: Python then shows no warnings, and
+    the workers' still reach the driver.
     """
     command = [
         sys.executable,
@@ -491,6 +493,7 @@ def test_sigterm_ends_the_workers_and_leaves_a_checkpoint_to_resume_from(
         f"{Path(__file__)}:workload",
         "lr=0.1",
         "pause_s=0.05",
+        "unread=1",
     ]
     command += [
         "--base-batch-size=4",
@@ -508,6 +511,7 @@ def test_sigterm_ends_the_workers_and_leaves_a_checkpoint_to_resume_from(
     process = subprocess.Popen(
         command,
         cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONWARNINGS": "ignore"},
         start_new_session=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -531,6 +535,7 @@ def test_sigterm_ends_the_workers_and_leaves_a_checkpoint_to_resume_from(
     said = err.decode()
     assert process.returncode == 130
     assert "Traceback" not in said, said[-3000:]
+    assert said.count("The workload has not read 'unread' of its config") == 1
     assert (
         " Started on 2 workers: batch 16 at base batch 4, so S = 4; T = 200 effective "
         "steps; rule adascale." in said
