@@ -146,6 +146,9 @@ class CurrentStep:
         self._shared: dict[str, Tensor] = {}
         self._measured_steps = 0  # of this start
         self._wanted: Wanted | None = None  # of the observer
+        # the gradients at the announcement of a step that no observer will see; alike on
+        # all workers, so not where they are sharded
+        self._announced_with: Versions | None = None
         self.unseen: Sequence[Tensor] = ()
         self.declared = StepPlan(workers=workers.count)
         self.step = Progress()
@@ -222,10 +225,17 @@ class CurrentStep:
         self._next(ended, unsampled)
         self._watch()
 
+    def announce(self, plan: StepPlan) -> None:
+        """Set the plan of the step under way, or else of the next one."""
+        self.planned = plan
+        if self.observer is None and not self.sharding.sharded:
+            self._announced_with = versions(self.sharding.accumulated())
+
     def _next(self, ended: int, unsampled: int) -> None:
         self.ended = ended
         self.unsampled = unsampled
         self.planned = self.declared
+        self._announced_with = None
         self.measured = unsampled > 0 or self._averaging.measures(ended, self.declared)
 
     # ---- the observer ----------------------------------------------------------------
@@ -358,6 +368,18 @@ class CurrentStep:
         if self.step.under_way or (self.observer is not None and self.step.sent):
             self.skipped_by_scaler |= self.step.sums is not None and self.scales_loss
             self.clear()
+        elif self._announced_with is not None and self._has_unseen_gradients():
+            self.planned = self.declared
+            self._announced_with = None
+
+    def _has_unseen_gradients(self) -> bool:
+        """Whether there were passes since the announcement, which no observer sees: a
+        gradient has changed, and is not zero. Waits for the device.
+        """
+        grads = self.sharding.accumulated()
+        return self._announced_with != versions(grads) and any(
+            bool(take_norm(grad.detach()) != 0) for grad in grads if grad is not None
+        )
 
     def clear(self) -> None:
         """Forget the passes up to now."""
@@ -495,6 +517,7 @@ class CurrentStep:
             return
         self.workers.require_group()
         if self.observer is None:
+            self._correct_unseen()
             return
         if self._told:
             raise RuntimeError(
@@ -533,6 +556,17 @@ class CurrentStep:
         Collective.
         """
         self._store_sums(self._gather(plan, seen=True, scaled=scaled))
+
+    @without_gradients
+    def _correct_unseen(self) -> None:
+        """Make the gradients of a short step the mean over its passes, where no observer
+        sees them and the loss was divided by another number.
+        """
+        plan = self.plan
+        if self._to_mean and plan.multiple_of_mean != 1:
+            self.divide_to_mean(plan)
+            self.step.under_way = True
+            self.step.last_plan = replace(plan, loss_divisor=None)
 
     @without_gradients
     def _sum_as_absent(self, plan: StepPlan) -> bool:
@@ -826,7 +860,7 @@ class InferredPasses:
         self._announced = None
         if current.step.passing:
             self._announced = plan
-        current.planned = plan
+        current.announce(plan)
 
     def begin(self, current: CurrentStep, observer: GradientObserver) -> bool:
         """Begin a pass at its first gradient; return whether it is the step's last."""

@@ -91,7 +91,7 @@ def _given_batch(
 @dataclass(frozen=True)
 class Shape:
     """What one optimizer step consists of: workers, passes, passes of a full step,
-    B, S.
+    B, S, S of a full step.
     """
 
     workers: int
@@ -99,21 +99,30 @@ class Shape:
     full: int
     batch: int
     scale: float
+    full_scale: float
 
 
 def shape_of(
     case: Case, leg: Leg, step: int, tau: float, plan: tuple[int, int] | None
 ) -> Shape:
     """The shape of a step; ``plan``: its (B, passes), where the noise decides."""
-    batch, passes = plan or batch_of(
-        leg, case.batches, tau, bare=case.client == "adascale"
-    )
+    batch, passes = plan or batch_of(leg, case.batches, tau, bare=case.own_loop)
     full = ([passes] + [count for at, count in case.changes if step >= at])[-1]
     passes = dict(case.short).get(step, full)
-    if case.client == "adascale":
+    full_batch = batch
+    if case.own_loop:
         batch = leg.workers * passes * (leg.per_worker or 0)
+        full_batch = leg.workers * full * (leg.per_worker or 0)
     factor = math.prod(by for at, by in case.rescaled if step >= at)
-    return Shape(leg.workers, passes, full, batch, batch / leg.base * factor)
+    told = case.told if step in dict(case.short) else 1.0
+    return Shape(
+        leg.workers,
+        passes,
+        full,
+        batch,
+        batch / leg.base * factor * told,
+        full_batch / leg.base * factor,
+    )
 
 
 def own_batches(case: Case, worker: int, workers: int, size: int) -> list[list[int]]:

@@ -59,8 +59,8 @@ class Case:
     shrunk.
 
     Attributes:
-        client: "run" (``Run``), "base" (``record_recipe``), or "adascale" (the bare
-            class in a loop of its own).
+        client: "run" (``Run``), "base" (``record_recipe``), "adascale" (the bare
+            class in a loop of its own), or "attach" (``attach`` in such a loop).
         legs: The starts of the run, in order.
         via: How one start's state gets to the next: "checkpoint" (Run's own),
             "state_dict", "dcp".
@@ -106,8 +106,8 @@ class Case:
         smoothing: Bare: θ; None for max(1 − n/1000, 0).
         effective: Bare: average over effective time instead.
         debias, clip_samples, floor, single_gain, scaled_loss: Bare: as in AdaScale.
-        changes: Bare: (step, passes) from which on a step has so many passes.
-        short: Bare: (step, passes): that step alone has fewer passes.
+        changes: Own loop: (step, passes) from which on a step has so many passes.
+        short: Own loop: (step, passes): that step alone has fewer passes.
         rescaled: Bare: (step, factor) from which on S is that multiple of what the
             batch makes it.
         added: Bare: step before which the last layer's parameters are added as a group;
@@ -121,9 +121,14 @@ class Case:
             steps by the gains that it gets, and is saved with the run.
         by_text: The batch schedule is given as text.
         smoothed_by_scale: Bare: ``smoothing`` is a function of the plan.
-        left_out: Bare: steps that the loop ends by ``skip_step()``.
-        divided: Bare: in short steps too the loss is divided by the passes of full
+        left_out: Own loop: steps that the loop ends by ``skip_step()``.
+        divided: Own loop: in short steps too the loss is divided by the passes of full
             ones.
+        told: Own loop: S of a short step is told to be that multiple of what its passes
+            make it.
+        ends: Own loop: short steps are told by ``step_end``, not ``expect_passes()``.
+        unhooked: Own loop: step before which ``unhook()`` is called, in later starts
+            before everything else; None: never.
     """
 
     client: str = "run"
@@ -183,6 +188,14 @@ class Case:
     smoothed_by_scale: bool = False
     left_out: tuple[int, ...] = ()
     divided: bool = False
+    told: float = 1.0
+    ends: bool = False
+    unhooked: int | None = None
+
+    @property
+    def own_loop(self) -> bool:
+        """Whether the loop is the user's, and makes the batches by itself."""
+        return self.client in ("adascale", "attach")
 
 
 # ---- data, model and loss ------------------------------------------------------------

@@ -107,7 +107,7 @@ def check(case: Case, pools: Pools) -> str | None:
         [sum(x.steps or 0 for x in case.legs[:i]) for i in range(len(case.legs))],
     )
     # a loop of one's own makes no start after T, so none that would be refused
-    if case.client == "adascale":
+    if case.own_loop:
         legs = tuple(
             leg for leg, steps in zip(legs, before, strict=True) if steps <= len(found)
         )

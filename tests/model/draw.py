@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import fields, replace
 from typing import Any
@@ -28,7 +29,8 @@ def refusal(case: Case) -> str | None:
     """Return a pattern of the error with which a case is documented to be refused;
     None if it must run.
     """
-    run, bare, found = case.client == "run", case.client == "adascale", []
+    run, bare, found = case.client == "run", case.own_loop, []
+    attached = case.client == "attach"
     follows = case.rule in ("adascale", "adascale_memory", "adamscale")
     adam, fixed = case.rule == "adamscale", not (case.batches or case.efficiency)
     matrices = (
@@ -42,9 +44,12 @@ def refusal(case: Case) -> str | None:
         sharding = leg.sharding if leg.workers > 1 else "none"
         before = case.legs[max(i - 1, 0)]
         found += [
-            (not bare and case.scheduler == "plateau", "ReduceLROnPlateau"),
             (
-                run and fixed and batch < leg.base,
+                (attached or not bare) and case.scheduler == "plateau",
+                "ReduceLROnPlateau",
+            ),
+            (
+                (run or attached) and fixed and batch < leg.base,
                 "smaller than the base batch|smaller than base_batch_size",
             ),
             (
@@ -103,20 +108,22 @@ def allowed(case: Case) -> bool:
     run, base_run, bare = (
         case.client == "run",
         case.client == "base",
-        case.client == "adascale",
+        case.own_loop,
     )
+    attached = case.client == "attach"
     legs, plain = case.legs, Case()
     total = legs[0].total
     sgd, betas = case.optimizer == "sgd", case.rule == "adascale_memory"
     shardings = {leg.sharding for leg in legs if leg.workers > 1}
     several = len(legs) > 1
-    of_bare = (
-        "smoothing", "effective", "debias", "clip_samples", "floor", "single_gain", "scaled_loss", "changes", "short",
-        "rescaled", "added", "smoothed_by_scale", "left_out", "divided",
+    of_class = (
+        "smoothing", "effective", "debias", "clip_samples", "floor", "single_gain", "scaled_loss", "rescaled", "added",
+        "smoothed_by_scale",
     )  # fmt: skip
+    of_loop = ("changes", "short", "left_out", "divided", "told", "ends", "unhooked")
     of_run = (
         "iterable", "loaders", "batches", "efficiency", "evaluate", "bare_model",
-        "starting", "sampled", "collated", "followed", "by_text",
+        "sampled", "collated", "followed", "by_text",
     )  # fmt: skip
 
     def default(*names: str) -> bool:
@@ -137,12 +144,19 @@ def allowed(case: Case) -> bool:
         not (case.fused and case.momentum)
         or (case.net != "branch" and default("frozen", "added")),
         # the settings of a client
-        bare or default(*of_bare),
+        (bare and not attached) or default(*of_class),
+        bare or default(*of_loop),
         run or default(*of_run),
+        run or attached or default("starting"),
+        not attached or all(leg.sharding == "none" for leg in legs),
         bare or case.via == "checkpoint",
         not bare or not several or case.via != "checkpoint",
         not bare
-        or (default("drop_last") and case.unit == "step" and case.precision != "bf16"),
+        or (
+            default("drop_last")
+            and (attached or case.unit == "step")
+            and case.precision != "bf16"
+        ),
         not bare
         or all((*_fixed(leg), leg.batch) == (*_fixed(legs[0]), None) for leg in legs),
         legs[0].lr == 1,
@@ -163,12 +177,12 @@ def allowed(case: Case) -> bool:
         == (1, 1, legs[0].base),
         base_run or default("probe_every"),
         case.scheduler is not None or case.unit == "step",
-        not bare or case.scheduler != "plateau",
+        not bare or attached or case.scheduler != "plateau",
         all(leg.batch is not None or leg.per_worker is not None for leg in legs),
         all(legs[i].total >= legs[i - 1].total for i in range(1, len(legs))),
         all(leg.steps is not None for leg in legs[:-1]) and legs[-1].steps is None,
         not case.effective or case.smoothing is None,
-        case.measure_every is None or run or case.effective,
+        case.measure_every is None or run or attached or case.effective,
         # the literal model's Adam with other betas in each step is that of AdamW and
         # Adamax
         not betas or case.optimizer in ("adamw", "adamax", "sgd"),
@@ -196,7 +210,8 @@ def allowed(case: Case) -> bool:
         # parameters that were frozen in all steps so far have no state
         case.via != "dcp"
         or all(
-            start not in case.frozen and set(range(start)) - set(case.frozen)
+            start not in case.frozen
+            and set(range(start)) - set(case.frozen) - set(case.left_out)
             for start in starts[1:]
         ),
         # DDP does not reduce parameters that were frozen when it was built
@@ -224,6 +239,10 @@ def allowed(case: Case) -> bool:
         case.net != "merges"
         or case.looks is None
         or ("fsdp2" not in shardings and case.precision == "fp32"),
+        # torch adds no whole tensor to the shards of one with fewer rows than workers, in
+        # place as eval() of a merging layer does
+        case.net != "merges"
+        or all(leg.workers < 4 or leg.sharding != "fsdp2" for leg in legs),
         case.net in ("merges", "norm") or default("quiet"),
         # only Run saves and loads a model
         case.net != "hooked" or run,
@@ -273,12 +292,30 @@ def allowed(case: Case) -> bool:
         not case.smoothed_by_scale or (case.smoothing is None and not case.effective),
         not case.left_out or case.precision == "fp32",
         not case.divided or (bool(case.short) and case.scaled_loss),
+        default("told") or bool(case.short),
+        # a loop of several passes that nobody sees has no last one that step_end tells
+        not case.ends
+        or (
+            bool(case.short)
+            and all(step < _first_unhooked(case) for step, _ in case.short)
+        ),
+        # the client's batch may change, to one of at least a base batch
+        not attached
+        or all(
+            leg.workers * passes * (leg.per_worker or 0) >= leg.base
+            for leg in legs
+            for _, passes in case.changes
+        ),
         case.rule != "cautious" or (not base_run and default("efficiency")),
         not (case.batches and case.efficiency),
         not case.batches
         or min(b for _, b in case.batches) >= max(leg.base for leg in legs),
     ]
     return all(checks)
+
+
+def _first_unhooked(case: Case) -> float:
+    return math.inf if case.unhooked is None else case.unhooked
 
 
 def _measurable(case: Case, leg: Leg) -> bool:
@@ -312,8 +349,10 @@ def _any_case(rng: random.Random) -> Case:
     def maybe(share: float, value: Any, otherwise: Any) -> Any:
         return value if rng.random() < share else otherwise
 
-    client = rng.choices(("run", "adascale", "base"), (60, 36, 4))[0]
-    run, bare, base_run = client == "run", client == "adascale", client == "base"
+    client = rng.choices(("run", "adascale", "attach", "base"), (50, 36, 24, 4))[0]
+    run, base_run = client == "run", client == "base"
+    attached = client == "attach"
+    bare = client == "adascale" or attached
     base, total = rng.randint(2, 6), rng.randint(5, 14)
     legs = []
     for _ in range(1 if base_run else rng.choices((1, 2, 3), (5, 4, 2))[0]):
@@ -327,10 +366,12 @@ def _any_case(rng: random.Random) -> Case:
     legs[-1] = replace(legs[-1], steps=None)
     if base_run:
         legs = [Leg(base=base, per_worker=base, total=total)]
+    if attached:
+        legs = [replace(leg, sharding="none") for leg in legs]
     rule = "unscaled" if base_run else rng.choice(_RULES)
     if rule == "adamscale" and rng.random() < 0.95:
         legs = [replace(leg, sharding="none") for leg in legs]
-    if bare and rng.random() < 0.1:
+    if bare and not attached and rng.random() < 0.1:
         legs = [replace(leg, sharding="zero2") for leg in legs]
     of_rule = {"adascale_memory": ("adamw", "adamax", "sgd"), "adamscale": _ADAMS}
     span = tuple(range(rng.randint(0, 3), rng.randint(4, 8)))
@@ -345,7 +386,12 @@ def _any_case(rng: random.Random) -> Case:
         maybe(0.85, rng.choice(SCHEDULERS), None) if rng.random() < 0.98 else "plateau"
     )
     more: dict[str, Any] = {}
-    if bare:
+    if attached:
+        more = {
+            "changes": maybe(0.2, ((rng.randint(1, 3), rng.randint(1, 4)),), ()),
+            "short": maybe(0.25, ((rng.randint(0, 4), rng.randint(1, 3)),), ()),
+        }
+    elif bare:
         more = {
             "effective": maybe(0.3, True, False),
             "smoothing": maybe(0.2, rng.choice((0.0, 0.5, 0.9)), None),
@@ -405,7 +451,9 @@ def _any_case(rng: random.Random) -> Case:
         if rule == "adascale_memory" and optimizer == "adamax"
         else rng.choices((1, 2, 3), (3, 3, 2))[0],
         scheduler=scheduler,
-        unit=maybe(0.3, "epoch", "step") if scheduler and not bare else "step",
+        unit=maybe(0.3, "epoch", "step")
+        if scheduler and client != "adascale"
+        else "step",
         rule=rule,
         precision="fp32"
         if base_run
@@ -435,8 +483,8 @@ def _any_case(rng: random.Random) -> Case:
         seed=rng.randint(0, 10**6),
         drop_last=maybe(0.25, not bare, False),
         shuffle=maybe(0.9, True, False),
-        measure_every=maybe(0.25, rng.choice((1, 2, 3)), None)
-        if run or more.get("effective")
+        measure_every=maybe(0.65, rng.choice((1, 2, 3)), None)
+        if run or attached or more.get("effective")
         else None,
         quiet=0
         if kind == "merges"
@@ -473,10 +521,38 @@ def _more(case: Case, rng: random.Random) -> list[dict[str, Any]]:
         (0.5, {"by_text": True}),
         (0.15, {"smoothed_by_scale": True}),
         (0.15, {"left_out": tuple(rng.sample(range(6), 2))}),
-        (0.5, {"divided": True}),
+        (0.7, {"short": ((rng.randint(0, 2), 1), (rng.randint(3, 5), 1))}),
+        (0.6, {"divided": True}),
         (0.1, {"rule": "cautious"}),
+        (0.28, _growing(case, rng)),
+        (0.5, {"told": rng.choice((0.75, 1.5))}),
+        (0.5, {"ends": True}),
+        (0.25, {"unhooked": rng.randint(0, 5)}),
     ]
     return [change for share, change in drawn if rng.random() < share]
+
+
+def _growing(case: Case, rng: random.Random) -> dict[str, Any]:
+    """Return the changes with which k, the steps from one measurement to the next, grows
+    in the run: T of 100·S and more, in a window of all of it.
+    """
+    legs = case.legs
+    batches = [batch for _, batch in case.batches] or [batch_of(leg)[0] for leg in legs]
+    scale = max(batches) / min(leg.base for leg in legs)
+    longer = math.ceil(100 * min(scale, 3)) + rng.randint(0, 50)
+    longer_legs = [replace(leg, total=leg.total + longer) for leg in legs]
+    first = legs[0].steps
+    longer_legs[0] = replace(longer_legs[0], steps=first and first + 60)
+    return {
+        "legs": tuple(longer_legs),
+        "batches": tuple((15 * start, batch) for start, batch in case.batches),
+        "window": 1.0,
+        "measure_every": None,
+        # in other runs the differences of rounding grow over some hundred steps
+        "optimizer": "sgd",
+        "precision": "fp32",
+        "dtype": "float64",
+    }
 
 
 def _has_units(case: Case) -> bool:
@@ -498,7 +574,7 @@ def _has_units(case: Case) -> bool:
 def _drawn(seed: str) -> Case:
     """Return the case of a seed in the older dimensions."""
     rng = random.Random(seed)
-    refused, long = rng.random() < 0.06, rng.random() < 0.015
+    refused = rng.random() < 0.06
     while True:
         case = _any_case(rng)
         if case.precision != "fp32":
@@ -508,20 +584,6 @@ def _drawn(seed: str) -> Case:
             case = replace(
                 case,
                 legs=tuple(replace(leg, total=leg.total + 30) for leg in case.legs),
-            )
-        if long:
-            first, *others = case.legs
-            legs = (replace(first, steps=first.steps and first.steps + 60), *others)
-            case = replace(
-                case, legs=tuple(replace(leg, total=leg.total + 300) for leg in legs)
-            )
-            case = replace(
-                case,
-                window=1.0,
-                measure_every=None,
-                optimizer="sgd",
-                precision="fp32",
-                dtype="float64",
             )
         if allowed(case) and (refusal(case) is not None) == refused and _sensible(case):
             return case
@@ -600,7 +662,7 @@ def values(case: Case) -> dict[str, str]:
         "drop_last": str(case.drop_last),
         "shuffle": str(case.shuffle),
         "averages": "effective"
-        if case.client == "run" or case.effective
+        if case.client in ("run", "attach") or case.effective
         else "θ"
         if case.smoothing is not None
         else "n",
@@ -643,6 +705,13 @@ def values(case: Case) -> dict[str, str]:
         "followed": str(case.followed),
         "left out": str(bool(case.left_out)),
         "divided": str(case.divided),
+        "told S": str(case.told),
+        "short by": "none"
+        if not case.short
+        else "step_end"
+        if case.ends
+        else "expect_passes",
+        "unhooked": str(case.unhooked is not None),
         "θ by S": str(case.smoothed_by_scale),
     }
 

@@ -39,10 +39,14 @@ from ray_adascale import (
     Run,
     ShardedGradScaler,
     StepPlan,
+    TauSchedule,
     Workload,
+    attach,
     record_recipe,
 )
 from ray_adascale._torch import is_dtensor
+from ray_adascale.integrations.client import follow_batch
+from ray_adascale.optim.adascale import AdaScaleOptimizer
 from ray_adascale.optim.rules import make_rule
 from ray_adascale.scaling_rules import adam_preconditioner
 from ray_adascale.sharding.kinds.fsdp2 import shard_model
@@ -156,9 +160,9 @@ def _leg(case: Case, number: int, taken: int, folder: str) -> Any:
     with warnings.catch_warnings(), in_wide_precision():
         warnings.simplefilter("ignore", UserWarning)
         try:
-            return {"run": _run_leg, "base": _base_run, "adascale": _bare_leg}[
-                case.client
-            ](case, number, taken, folder)
+            legs = {"run": _run_leg, "base": _base_run}
+            leg = legs.get(case.client, _own_loop)
+            return leg(case, number, taken, folder)
         except Exception as error:
             expectable = isinstance(
                 error, ValueError
@@ -490,7 +494,7 @@ def _base_run(case: Case, number: int, taken: int, folder: str) -> _Result:
     return rows, _weights(module), _buffers(module)
 
 
-# ---- the bare AdaScale ---------------------------------------------------------------
+# ---- a loop of one's own -------------------------------------------------------------
 
 
 def _wrapped(
@@ -511,7 +515,7 @@ def _wrapped(
     return DistributedDataParallel(module, find_unused_parameters=unused), optimizer
 
 
-def _bare_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
+def _own_loop(case: Case, number: int, taken: int, folder: str) -> _Result:
     leg = case.legs[number]
     rank = dist.get_rank() if leg.workers > 1 else 0
     module, optimizer, schedule = _built(case, leg)
@@ -519,50 +523,36 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
     make_quiet(case, module, taken)
     if case.hooked is not None and case.hooked < taken:
         _hook(module)
-    precondition = adam_preconditioner(optimizer) if case.rule == "adamscale" else None
-    unused = case.net == "branch" or bool(case.frozen)
-    model: nn.Module
-    if leg.workers == 1 and (case.rule == "adamscale" or case.added is not None):
-        model = module
-    else:
-        model, optimizer = _wrapped(module, optimizer, leg.sharding, unused)
-    assert leg.per_worker is not None
-    passes, factor = leg.passes, math.prod(by for at, by in case.rescaled if at < taken)
-    for at, count in case.changes:
-        passes = count if at <= taken else passes
-    batch = leg.workers * passes * leg.per_worker
     scaler: torch.amp.GradScaler | None = None
     if case.precision == "fp16":
         sharded = leg.workers > 1 and leg.sharding == "zero2"
         scaler = (
             ShardedGradScaler(device="cpu") if sharded else torch.amp.GradScaler("cpu")
         )
-    more: dict[str, Any] = {"grad_scaler": scaler}
-    if case.effective:
-        more |= {"averaging_window": case.window, "measure_every": case.measure_every}
-    elif case.smoothed_by_scale:
-        more["smoothing"] = lambda plan: 0.9**plan.scale
-    elif case.smoothing is not None:
-        more["smoothing"] = case.smoothing
-    ada = AdaScale(
-        optimizer,
-        world_size=leg.workers,
-        batch_size=batch,
-        num_gradients_to_accumulate=passes,
-        is_scaled_loss=case.scaled_loss,
-        debias_ewma=case.debias,
-        variance_floor=case.floor,
-        clip="samples" if case.clip_samples else "averages",
-        total_steps=leg.total,
-        single_gain=case.single_gain,
-        base_batch_size=leg.base,
-        rule=make_rule(_rule(case)),
-        precondition=precondition,
-        model=module,
-        **more,
-    )
+    assert leg.per_worker is not None
+    passes, factor = leg.passes, math.prod(by for at, by in case.rescaled if at < taken)
+    for at, count in case.changes:
+        passes = count if at <= taken else passes
+    unused = case.net == "branch" or bool(case.frozen)
+    tau_schedule: TauSchedule | None = None
+    model: nn.Module
+    ada: AdaScaleOptimizer
+    if case.client == "attach":
+        model, ada, tau_schedule = _attached(
+            case, leg, passes, module, optimizer, schedule, scaler
+        )
+        schedule = None  # which the attached one drives
+    else:
+        precondition = None
+        if case.rule == "adamscale":
+            precondition = adam_preconditioner(optimizer)
+        model = module
+        alone = leg.workers == 1 and (case.rule == "adamscale" or case.added)
+        if not alone:
+            model, optimizer = _wrapped(module, optimizer, leg.sharding, unused)
+        ada = _bare(case, leg, passes, module, optimizer, precondition, scaler)
     path = Path(folder, f"leg{number - 1}.pt")
-    position = calls = 0
+    position, calls = case.starting * leg.base, 0
     options = StateDictOptions(full_state_dict=True)
     if number:
         saved = torch.load(path, weights_only=True)
@@ -575,7 +565,9 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
         if scaler is not None:
             scaler.load_state_dict(saved["scaler"])
         position = saved["position"]
-        if schedule is not None:
+        if tau_schedule is not None:
+            tau_schedule.load_state_dict(saved["scheduler"])
+        elif schedule is not None:
             schedule.load_state_dict(saved["scheduler"])
             calls = saved["calls"]
     watch = _Watch(ada)
@@ -583,14 +575,28 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
     rows: list[Row] = []
     changes, short = dict(case.changes), dict(case.short)
     if factor != 1:
-        ada.set_scale(factor * batch / leg.base)
+        assert isinstance(ada, AdaScale)
+        ada.set_scale(factor * leg.workers * passes * leg.per_worker / leg.base)
+    if case.unhooked is not None and case.unhooked < taken:
+        ada.unhook()
+
+    def announce(now: int) -> None:
+        """Tell AdaScale of the passes of the next step, which has fewer than others."""
+        full = ada.plan
+        scale = None if case.told == 1 else case.told * full.scale * now / full.passes
+        divisor = passes if case.divided else None
+        if case.ends:
+            plan = full.shortened(now, scale, divisor)
+            ada.step_end = lambda made: plan if made == now else None
+        else:
+            ada.expect_passes(now, scale=scale, loss_divided_by=divisor)
 
     def make_passes(
         step: int, now: int, batches: list[list[int]], fails: tuple[int, int] | None
     ) -> None:
         divisor = passes if case.divided else now
         if now != passes:
-            ada.expect_passes(now, loss_divided_by=divisor if case.divided else None)
+            announce(now)
         weights: list[float] = []
         if case.units:
             units = [[sum(map(units_of, part)) for part in own] for own in seen]
@@ -625,20 +631,15 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
                 changes.get(step, passes),
                 factor * dict(case.rescaled).get(step, 1),
             )
-            # In one call: in two, another shape would be declared in between, such as
-            # one pass at S = 1, which measures nothing.
-            ada.set_plan(
-                StepPlan(
-                    workers=leg.workers,
-                    passes=passes,
-                    given_scale=factor
-                    * leg.workers
-                    * passes
-                    * leg.per_worker
-                    / leg.base,
+            if tau_schedule is not None:
+                follow_batch(
+                    tau_schedule, passes=passes, per_worker_batch_size=leg.per_worker
                 )
-            )
-            ada.set_num_gradients_to_accumulate(passes, update_smoothing=_counts(case))
+            else:
+                assert isinstance(ada, AdaScale)
+                _change_plan(case, leg, ada, passes, factor)
+        if step == case.unhooked:
+            ada.unhook()
         if step == case.added:
             _freeze(case, module, step)
             ada.add_param_group(added_group(case, module))
@@ -661,6 +662,7 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
             (module if begun else ada).zero_grad()  # AdaScale does not see the module's
             make_passes(step, now, seen[rank], None)
         if not case.scaled_loss:
+            assert isinstance(ada, AdaScale)
             ada.current.ensure_summed(scaled=True)
             ada.scale_grad_by_num_grads_to_accum()
         if case.clip is not None:
@@ -676,18 +678,23 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
         else:
             ada.step()
         ada.zero_grad()
+        ada.step_end = None
         skipped = ada.steps == before
-        # a step on the device has its own formula
+        # a step on the device has its own formula; without hooks nobody knows of passes
         same = math.isclose(ada.last_step.gain, expected, rel_tol=1e-12)
-        assert skipped or same, "gain() before step() is another one"
+        unseen = case.unhooked is not None and step >= case.unhooked
+        assert skipped or unseen or same, "gain() before step() is another one"
         rows.append(_row(ada, watch.lrs, seen[rank], skipped=skipped))
         while schedule is not None and calls < calls_at(case, leg, ada.effective_steps):
             schedule.step()
             calls += 1
+        if tau_schedule is not None and step % 2:  # it does not matter when
+            tau_schedule.step()
     if number + 1 < len(case.legs):
+        saved_schedule: Any = schedule if tau_schedule is None else tau_schedule
         state = {
             "position": position,
-            "scheduler": {} if schedule is None else schedule.state_dict(),
+            "scheduler": {} if saved_schedule is None else saved_schedule.state_dict(),
             "calls": calls,
             "scaler": {} if scaler is None else scaler.state_dict(),
         }
@@ -703,6 +710,94 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
         if leg.workers > 1:
             dist.barrier()
     return rows, _weights(module), _buffers(module)
+
+
+def _attached(
+    case: Case,
+    leg: Leg,
+    passes: int,
+    module: nn.Module,
+    optimizer: Optimizer,
+    schedule: Any,
+    scaler: torch.amp.GradScaler | None,
+) -> tuple[nn.Module, AdaScaleOptimizer, TauSchedule]:
+    """Attach to a loop that wraps the model in DDP, before or after."""
+    config = AdaScaleConfig(
+        base_batch_size=leg.base,
+        total_steps=leg.total,
+        scheduler_unit=None if schedule is None else case.unit,  # type: ignore[arg-type]
+        per_worker_batch_size=leg.per_worker,
+        accumulation=passes,
+        rule=_rule(case),
+        precision=case.precision,  # type: ignore[arg-type]
+        grad_clip=case.clip,
+        averaging_window=case.window,
+        measure_every=case.measure_every,
+        dataset_length=case.length,
+    )
+    model = module
+    unused = case.net == "branch" or bool(case.frozen)
+    if case.seed % 2:
+        model, optimizer = _wrapped(module, optimizer, "none", unused)
+    ada, tau_schedule = attach(
+        model,
+        optimizer,
+        schedule,
+        config,
+        grad_scaler=scaler,
+        starting_step=case.starting,
+    )
+    if model is module:
+        model, _ = _wrapped(module, optimizer, "none", unused)
+    return model, ada, tau_schedule
+
+
+def _bare(
+    case: Case,
+    leg: Leg,
+    passes: int,
+    module: nn.Module,
+    optimizer: Optimizer,
+    precondition: Any,
+    scaler: torch.amp.GradScaler | None,
+) -> AdaScale:
+    assert leg.per_worker is not None
+    more: dict[str, Any] = {"grad_scaler": scaler}
+    if case.effective:
+        more |= {"averaging_window": case.window, "measure_every": case.measure_every}
+    elif case.smoothed_by_scale:
+        more["smoothing"] = lambda plan: 0.9**plan.scale
+    elif case.smoothing is not None:
+        more["smoothing"] = case.smoothing
+    return AdaScale(
+        optimizer,
+        world_size=leg.workers,
+        batch_size=leg.workers * passes * leg.per_worker,
+        num_gradients_to_accumulate=passes,
+        is_scaled_loss=case.scaled_loss,
+        debias_ewma=case.debias,
+        variance_floor=case.floor,
+        clip="samples" if case.clip_samples else "averages",
+        total_steps=leg.total,
+        single_gain=case.single_gain,
+        base_batch_size=leg.base,
+        rule=make_rule(_rule(case)),
+        precondition=precondition,
+        model=module,
+        **more,
+    )
+
+
+def _change_plan(
+    case: Case, leg: Leg, ada: AdaScale, passes: int, factor: float
+) -> None:
+    """Set passes and S in one call: in two, another shape would be declared in between,
+    such as one pass at S = 1, which measures nothing.
+    """
+    assert leg.per_worker is not None
+    scale = factor * leg.workers * passes * leg.per_worker / leg.base
+    ada.set_plan(StepPlan(workers=leg.workers, passes=passes, given_scale=scale))
+    ada.set_num_gradients_to_accumulate(passes, update_smoothing=_counts(case))
 
 
 def _counts(case: Case) -> bool:

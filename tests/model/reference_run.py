@@ -399,6 +399,7 @@ def samples_of(
                 shape.workers
                 * (next(weights) or 1.0)
                 * (1 if case.scaled_loss else shape.passes)
+                * (shape.passes / shape.full if case.divided else 1)
             )
             hooked = case.hooked is not None and step >= case.hooked
             with keeps_buffers(module, k > 0):  # those of rank 0's micro-batches count
@@ -519,11 +520,7 @@ def reference_run(
             # steps of the largest advance, S, fill the window.
             every = case.measure_every
             if every is None:
-                of_window = (
-                    case.window
-                    * leg.total
-                    / (max(scale * shape.full / shape.passes, 1.0) * 50)
-                )
+                of_window = case.window * leg.total / (max(shape.full_scale, 1.0) * 50)
                 effective = averages.averaging == "effective"
                 every = (
                     min(max(1, math.floor(of_window)), 1 + ended // 50)
@@ -531,6 +528,7 @@ def reference_run(
                     else 1
                 )
             measured = unsampled or ended % every == 0
+            watched = case.unhooked is None or step < case.unhooked
             if step == case.added:
                 groups.append(added_group(case, module))
                 members[0].add_param_group(groups[-1])
@@ -559,7 +557,7 @@ def reference_run(
             ):
                 loss_scale = loss_scale / 2 if case.precision == "fp16" else 1.0
                 ended += not (
-                    bare and case.precision == "fp16" and not of_leg
+                    case.own_loop and case.precision == "fp16" and not of_leg
                 )  # torch's scaler leaves out the whole step
                 rows.append(
                     Row(True, r, tau, math.nan, math.nan, math.nan, math.nan, [], seen)
@@ -583,7 +581,7 @@ def reference_run(
             ]
             statistics = None
             ended += 1
-            if len(counting) > 1 and measured:
+            if len(counting) > 1 and measured and watched:
                 counted = [weights[i] for i in counting]
                 statistics = np.array(
                     [moments([gs[i] for i in counting], counted, scale) for gs in flats]

@@ -176,3 +176,54 @@ def test_a_step_that_comes_too_early_names_what_to_say() -> None:
         RuntimeError, match=r"2 of 3 backward passes.*expect_passes\(2\)"
     ):
         optimizer.step()
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_without_hooks_a_short_step_has_the_mean_of_its_passes_too(clip: bool) -> None:
+    """The loss was divided by the passes of a full step. Clipping comes after the
+    correction, which is made once.
+    """
+    model = make_model()
+    optimizer = AdaScale(
+        torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=2
+    )
+    optimizer.unhook()
+    (batch,) = batches(1, 4)
+    (right,) = sample_gradient(model, batch, optimizer.param_groups)
+    before = weights(model).clone()
+    optimizer.expect_passes(1, loss_divided_by=2)
+    (F.cross_entropy(model(batch[0]), batch[1]) / 2).backward()
+    if clip:
+        norm = optimizer.clip_grad_norm(0.5 * float(np.linalg.norm(right)))
+        assert float(norm) == pytest.approx(float(np.linalg.norm(right)))
+        right = right / 2
+    optimizer.step()
+    np.testing.assert_allclose(
+        (before - weights(model)).numpy(), 0.05 * right, rtol=1e-5
+    )
+    assert optimizer.plan.passes == 2
+    assert optimizer.at_boundary
+
+
+@pytest.mark.parametrize("first", ["clear", "announce"])
+def test_without_hooks_a_short_step_that_a_scaler_left_out_is_over(first: str) -> None:
+    """Its gradients were computed and cleared. Those of the step before it are no sign
+    of a pass.
+    """
+    model = make_model()
+    optimizer = AdaScale(
+        torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=2
+    )
+    optimizer.unhook()
+    (batch,) = batches(1, 4)
+    F.cross_entropy(model(batch[0]), batch[1]).backward()
+    optimizer.step()
+    if first == "clear":
+        optimizer.zero_grad()
+    optimizer.expect_passes(1, loss_divided_by=2)
+    optimizer.zero_grad()
+    optimizer.zero_grad()
+    assert optimizer.plan.passes == 1
+    F.cross_entropy(model(batch[0]), batch[1]).backward()
+    optimizer.zero_grad()
+    assert optimizer.plan.passes == 2
