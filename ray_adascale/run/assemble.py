@@ -429,7 +429,9 @@ def _resume(
         if batch.follower.plan != plan:
             plan = batch.follower.plan
             set_batch(plan, train_state.optimizer, train_state.source, backend.rank)
-        if evaluation.stalled is not None:
+        tau = train_state.optimizer.effective_steps
+        if loop.stopped is not None and not train_state.base_schedule.ended_at(tau):
+            # The run had ended. It goes on if T is larger now, or the patience.
             loop.stopped = evaluation.stalled
         if backend.rank > 0:
             return plan, None, []

@@ -6,12 +6,14 @@ import json
 import logging
 import math
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -153,6 +155,46 @@ def test_patience_is_counted_in_effective_steps_since_the_best(tmp_path: Path) -
     )
     assert again.stopped == run.stopped
     assert drive(again) == []
+
+
+def test_a_start_after_the_evaluation_that_ends_a_run_ends_it_where_the_run_would(
+    tmp_path: Path,
+) -> None:
+    """A checkpoint at τ = 16, where 8 steps were without a better one: the run ends at
+    the boundary after it, whether it was interrupted there or not.
+    """
+    evaluate = scores(0.1, 0.5, 0.7, 0.6, 0.7)
+    settings: dict[str, Any] = {"evaluate_every": 4, "early_stop": STOP}
+    run = make_run(
+        model(), backend=LocalBackend(tmp_path), evaluate=evaluate, **settings
+    )
+    for x, y in run:
+        run.backward(F.cross_entropy(run.model(x), y))
+        run.step()
+        if run.state.iterations == 16:
+            run.save_checkpoint()
+            break
+    assert run.stopped is None
+    again = make_run(
+        model(seed=3), backend=LocalBackend(tmp_path), evaluate=scores(), **settings
+    )
+    assert again.stopped is None
+    assert len(drive(again)) == 1
+    assert again.stopped == "no better accuracy than 0.7 for 8 effective steps"
+    assert again.state.iterations == 17
+
+
+def test_an_early_end_is_none_with_more_patience(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"evaluate_every": 4, "backend": LocalBackend(tmp_path)}
+    run = make_run(
+        model(), evaluate=scores(0.1, 0.5, 0.7, 0.6, 0.7), early_stop=STOP, **settings
+    )
+    drive(run)
+    more = replace(STOP, patience=1000)
+    again = make_run(model(), evaluate=scores(*[0.6] * 50), early_stop=more, **settings)
+    assert again.stopped is None
+    drive(again)
+    assert again.stopped == "total_steps reached"
 
 
 @pytest.mark.parametrize(

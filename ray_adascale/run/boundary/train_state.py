@@ -230,8 +230,6 @@ class TrainState:
             part.load_state_dict(saved)
         self._load_extra(whole, workers)
         self.loop.attempt += 1
-        if not self.base_schedule.ended_at(self.optimizer.effective_steps):
-            self.loop.stopped = None  # the run had ended, and T is larger now
         if workers == self.world_size:
             load_rng(whole, self.rank, self.device)
         return workers
