@@ -122,6 +122,10 @@ class Collected:
         self._loss = self._loss + loss
         self._losses += 1
 
+    def add_noise(self, probe: NoiseProbe) -> None:
+        """Add a measurement of the noise."""
+        self.noise.append(probe)
+
     def evaluator(self, workload: Workload) -> Any:
         """Return the workload's ``evaluate``, or one without metrics, since a run
         reports after each evaluation.

@@ -4,7 +4,6 @@ trial.
 
 from __future__ import annotations
 
-import math
 import shutil
 import threading
 from collections.abc import Iterator, Sequence
@@ -18,12 +17,12 @@ from ray import tune
 from ray.train.torch import TorchTrainer
 from ray.util.queue import Empty, Queue
 
-from ..recipe import NoiseProbe, probe_steps
+from ..run.base.base_noise import StepNoise
 from ..run.boundary.backend import ReportPolicy
 from ..run.boundary.stage import StepReport
 from ..run.observe.eta import EtaTracker
 from ..run.observe.failure import annotate_exceptions
-from ..run.observe.step import Listener, Step
+from ..run.observe.step import Listener
 from ..train.backend import RayTrainBackend
 from ..train.cluster import WORKER_TIMEOUT_S, build_on_worker
 from ..train.network import AddressTorchConfig
@@ -96,38 +95,6 @@ class OnWorkers(TrialSetup):
         tune.report(result.return_value)
 
 
-class StepNoise(Listener):
-    """Collects losses, and the noise of a base run's steps with several gradient
-    samples, which needs no probe.
-
-    Args:
-        collected: Gets them.
-        probe_every: As in ``tune_recipe``.
-    """
-
-    def __init__(self, collected: Collected, probe_every: int | None) -> None:
-        self._collected = collected
-        self._probe_every = probe_every
-
-    def after_step(self, step: Step) -> None:
-        """Collect the step's loss, and its noise where a sample is due."""
-        self._collected.add_loss(step.metrics["loss"])
-        known = (
-            not step.result.skipped
-            and math.isfinite(step.result.sigma2)
-            and math.isfinite(step.result.mu2)
-        )
-        if known and step.tau_before in probe_steps(
-            step.total_steps, self._probe_every
-        ):
-            noise = NoiseProbe(
-                effective_steps=step.tau_before,
-                sigma2=step.result.sigma2,
-                mu2=step.result.mu2,
-            )
-            self._collected.noise.append(noise)
-
-
 class _TrialBackend(RayTrainBackend):
     """A worker of a trial. Rank 0 collects the reports for Tune. Ray Train receives
     checkpoints only.
@@ -148,7 +115,11 @@ class _TrialBackend(RayTrainBackend):
         assert self.collected is not None
         return [
             *super().listeners(tracker),
-            StepNoise(self.collected, self._probe_every),
+            StepNoise(
+                self._probe_every,
+                on_noise=self.collected.add_noise,
+                on_loss=self.collected.add_loss,
+            ),
         ]
 
     @contextmanager

@@ -82,7 +82,10 @@ def _given_batch(
         )
     if leg.batch is None:
         assert leg.per_worker is not None
-        return leg.workers * leg.passes * leg.per_worker, leg.passes
+        passes = leg.passes
+        if leg.elastic:
+            passes = max(passes, math.ceil(leg.base / (leg.workers * leg.per_worker)))
+        return leg.workers * passes * leg.per_worker, passes
     most = leg.base if leg.per_worker is None else leg.per_worker
     passes = max(leg.passes, math.ceil(leg.batch / (most * leg.workers)))
     return max(leg.batch, leg.workers * passes), passes
@@ -203,13 +206,27 @@ def base_hyperparameters(case: Case, leg: Leg) -> list[list[dict[str, Any]]]:
     return points
 
 
+def base_steps_per_epoch(case: Case, leg: Leg) -> float:
+    """Optimizer steps in an epoch of the base run."""
+    return case.length // leg.base if case.drop_last else case.length / leg.base
+
+
+def largest_norm(case: Case) -> float | str | None:
+    """The clipping: with a recipe whose base run did not clip, at three times the
+    expected norm, which has no meaning in Adam's metric.
+    """
+    if case.recipe and case.client == "run" and case.rule != "adamscale":
+        return "3x" if case.clip is None else case.clip
+    return case.clip
+
+
 def calls_at(case: Case, leg: Leg, tau: float) -> int:
     """Scheduler calls before base step ⌊τ⌋, and at most those before the last base
     step.
     """
     per_call = 1.0
     if case.unit == "epoch":
-        per_call = case.length // leg.base if case.drop_last else case.length / leg.base
+        per_call = base_steps_per_epoch(case, leg)
     return min(
         math.floor(math.floor(tau) / per_call + 1e-12),
         math.floor((leg.total - 1) / per_call + 1e-12),

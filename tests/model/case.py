@@ -39,6 +39,7 @@ class Leg:
         accept: Whether a change of B0, T or the learning rates since the last leg is
             accepted.
         sharding: "none", "oss", "zero2" or "fsdp2".
+        elastic: Whether there are as many passes as a base batch needs.
     """
 
     workers: int = 1
@@ -51,6 +52,7 @@ class Leg:
     lr: float = 1.0
     accept: bool = True
     sharding: str = "none"
+    elastic: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +129,12 @@ class Case:
         told: Own loop: S of a short step is told to be that multiple of what its passes
             make it.
         ends: Own loop: short steps are told by ``step_end``, not ``expect_passes()``.
+        by_epochs: T is given in epochs, of this share of a base step more; None: in
+            steps.
+        patience: ``early_stop``: effective steps without a better score, and whether
+            the better one is the "min" or the "max"; None for never.
+        recipe: B0, T and the scheduler's unit are a recipe's, and so may be the
+            clipping.
         unhooked: Own loop: step before which ``unhook()`` is called, in later starts
             before everything else; None: never.
     """
@@ -191,6 +199,9 @@ class Case:
     told: float = 1.0
     ends: bool = False
     unhooked: int | None = None
+    by_epochs: float | None = None
+    patience: tuple[float, str] | None = None
+    recipe: bool = False
 
     @property
     def own_loop(self) -> bool:
@@ -407,6 +418,13 @@ def score_of(case: Case, module: nn.Module) -> float:
     assert not any(part.training for part in module.modules())
     assert not torch.is_grad_enabled()
     return float(loss_of(case, module, *dataset(case)[:16][:3]))
+
+
+def judged(score: float) -> float:
+    """Return a score in six digits, so that rounding does not decide which of two is
+    better.
+    """
+    return float(f"{score:.6g}")
 
 
 def units_of(index: Any) -> Any:

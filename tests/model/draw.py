@@ -123,7 +123,7 @@ def allowed(case: Case) -> bool:
     of_loop = ("changes", "short", "left_out", "divided", "told", "ends", "unhooked")
     of_run = (
         "iterable", "loaders", "batches", "efficiency", "evaluate", "bare_model",
-        "sampled", "collated", "followed", "by_text",
+        "sampled", "collated", "followed", "by_text", "patience",
     )  # fmt: skip
 
     def default(*names: str) -> bool:
@@ -173,8 +173,11 @@ def allowed(case: Case) -> bool:
         ),
         not base_run or (not several and legs[0].base > 1),
         not base_run
-        or (legs[0].workers, legs[0].passes, legs[0].per_worker)
-        == (1, 1, legs[0].base),
+        or (legs[0].workers, legs[0].passes, legs[0].per_worker) == (1, 1, legs[0].base)
+        or (
+            legs[0].workers > 1
+            and legs[0].batch == legs[0].base == batch_of(legs[0])[0]
+        ),
         base_run or default("probe_every"),
         case.scheduler is not None or case.unit == "step",
         not bare or attached or case.scheduler != "plateau",
@@ -299,6 +302,19 @@ def allowed(case: Case) -> bool:
             bool(case.short)
             and all(step < _first_unhooked(case) for step, _ in case.short)
         ),
+        case.by_epochs is None
+        or (case.client != "adascale" and all(leg.base <= case.length for leg in legs)),
+        not case.recipe
+        or (
+            (run or attached)
+            and case.scheduler != "plateau"
+            and case.by_epochs is None
+            and len({_fixed(leg) for leg in legs}) == 1
+        ),
+        # rounding may part two runs whose scores are near
+        case.patience is None
+        or (case.evaluate is not None and case.dtype == "float64"),
+        all(not leg.elastic or (run and leg.batch is None) for leg in legs),
         # the client's batch may change, to one of at least a base batch
         not attached
         or all(
@@ -366,6 +382,18 @@ def _any_case(rng: random.Random) -> Case:
     legs[-1] = replace(legs[-1], steps=None)
     if base_run:
         legs = [Leg(base=base, per_worker=base, total=total)]
+        if rng.random() < 0.5:
+            legs = [
+                Leg(
+                    workers=rng.randint(2, 3),
+                    passes=rng.randint(1, 2),
+                    per_worker=rng.choice((None, 1, 2)),
+                    batch=base,
+                    base=base,
+                    total=total,
+                    sharding=rng.choice(_SHARDINGS),
+                )
+            ]
     if attached:
         legs = [replace(leg, sharding="none") for leg in legs]
     rule = "unscaled" if base_run else rng.choice(_RULES)
@@ -528,8 +556,18 @@ def _more(case: Case, rng: random.Random) -> list[dict[str, Any]]:
         (0.5, {"told": rng.choice((0.75, 1.5))}),
         (0.5, {"ends": True}),
         (0.25, {"unhooked": rng.randint(0, 5)}),
+        (0.3, {"by_epochs": rng.choice((0.0, 0.3, 0.8))}),
+        (0.2, {"recipe": True}),
+        (0.5, {"patience": (rng.choice((1.0, 3.0)), rng.choice(("min", "max")))}),
+        (0.2, {"legs": tuple(_elastic(leg, rng) for leg in case.legs)}),
     ]
     return [change for share, change in drawn if rng.random() < share]
+
+
+def _elastic(leg: Leg, rng: random.Random) -> Leg:
+    """Return a start whose passes may be too few for a base batch."""
+    few = None if leg.per_worker is None else rng.randint(1, 2)
+    return replace(leg, elastic=True, per_worker=few, passes=rng.randint(1, 2))
 
 
 def _growing(case: Case, rng: random.Random) -> dict[str, Any]:
@@ -712,6 +750,10 @@ def values(case: Case) -> dict[str, str]:
         if case.ends
         else "expect_passes",
         "unhooked": str(case.unhooked is not None),
+        "T": "epochs" if case.by_epochs is not None else "steps",
+        "patience": "none" if case.patience is None else case.patience[1],
+        "recipe": str(case.recipe),
+        "elastic": str(any(leg.elastic for leg in case.legs)),
         "θ by S": str(case.smoothed_by_scale),
     }
 
@@ -736,6 +778,7 @@ def smaller(case: Case) -> list[Case]:
             "workers": 1,
             "passes": 1,
             "sharding": "none",
+            "elastic": False,
             "accept": True,
             "batch": None,
             "lr": 1.0,

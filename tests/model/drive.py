@@ -31,10 +31,12 @@ from torch.utils.data import default_collate
 from ray_adascale import (
     AdaScale,
     AdaScaleConfig,
+    EarlyStop,
     LEGWRule,
     LinearRule,
     LocalBackend,
     OptimizerChain,
+    Recipe,
     RuleInput,
     Run,
     ShardedGradScaler,
@@ -48,12 +50,21 @@ from ray_adascale._torch import is_dtensor
 from ray_adascale.integrations.client import follow_batch
 from ray_adascale.optim.adascale import AdaScaleOptimizer
 from ray_adascale.optim.rules import make_rule
+from ray_adascale.run.base.base_noise import StepNoise
+from ray_adascale.run.base.base_run import base_config
 from ray_adascale.scaling_rules import adam_preconditioner
 from ray_adascale.sharding.kinds.fsdp2 import shard_model
 from ray_adascale.sharding.kinds.zero2 import ShardedDataParallel
 from ray_adascale.sharding.oss import OSS
 
-from .base import Row, calls_at, examples_of, own_batches
+from .base import (
+    Row,
+    base_hyperparameters,
+    base_steps_per_epoch,
+    calls_at,
+    examples_of,
+    own_batches,
+)
 from .case import (
     Case,
     Leg,
@@ -61,6 +72,7 @@ from .case import (
     dataset,
     frozen_names,
     in_wide_precision,
+    judged,
     loss_of,
     make_quiet,
     net,
@@ -183,6 +195,57 @@ def _rule(case: Case) -> Any:
     if case.rule == "cautious":
         return _cautious
     return LinearRule(steps=7) if case.rule == "lsw+" else case.rule
+
+
+def _length(case: Case, leg: Leg) -> dict[str, Any]:
+    """Return the setting of T."""
+    if case.by_epochs is None:
+        return {"total_steps": leg.total}
+    steps = leg.total + case.by_epochs
+    return {"total_epochs": steps / base_steps_per_epoch(case, leg)}
+
+
+def _schedule_of_base(case: Case, leg: Leg, schedule: Any) -> dict[str, Any]:
+    """Return the settings of B0, T and the scheduler's unit, unless a recipe has
+    them.
+    """
+    if case.recipe:
+        return {}
+    return {
+        "base_batch_size": leg.base,
+        "scheduler_unit": None if schedule is None else case.unit,
+        **_length(case, leg),
+    }
+
+
+def _recipe(case: Case, leg: Leg) -> Recipe | None:
+    """Return the recipe of a base run that has trained as this program does."""
+    if not case.recipe:
+        return None
+    per_epoch = base_steps_per_epoch(case, leg)
+    unit = None if case.scheduler is None else case.unit
+    calls = 1 + calls_at(case, leg, leg.total)
+    points = base_hyperparameters(case, leg)[: 1 if unit is None else calls]
+    return Recipe(
+        hyperparameters={},
+        base_batch_size=leg.base,
+        total_steps=leg.total,
+        base_steps_per_epoch=per_epoch,
+        scheduler_unit=unit,  # type: ignore[arg-type]
+        metric="score",
+        mode="min",
+        score=1.0,
+        lr_curve=[
+            [float(groups[k]["lr"]) for groups in points] for k in range(len(points[0]))
+        ],
+        noise=[],
+        seed=0,
+        search={},
+        workload="",
+        versions={},
+        created="2026-01-01T00:00:00+00:00",
+        settings={"grad_clip": case.clip if isinstance(case.clip, float) else None},
+    )
 
 
 def _cautious(now: RuleInput) -> tuple[float, float]:
@@ -310,12 +373,11 @@ def _run_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
     if case.hooked is not None and case.hooked < taken:
         _hook(module)
     config = AdaScaleConfig(
-        base_batch_size=leg.base,
-        total_steps=leg.total,
-        scheduler_unit=None if schedule is None else case.unit,
+        **_schedule_of_base(case, leg, schedule),
         per_worker_batch_size=leg.per_worker,
         accumulation=leg.passes,
         global_batch_size=leg.batch,
+        elastic=leg.elastic,
         rule=_rule(case),
         sharding=leg.sharding,
         precision=case.precision,
@@ -332,6 +394,7 @@ def _run_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
         else list(case.batches) or None,
         target_efficiency=case.efficiency,
         evaluate_every=case.evaluate,
+        early_stop=_early_stop(case),
         find_unused_parameters=case.net == "branch" or bool(case.frozen),
         accept_changes=leg.accept,
         checkpoint_every_s=math.inf,
@@ -342,7 +405,7 @@ def _run_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
 
     def evaluate(bare: nn.Module) -> dict[str, float]:
         scores.append(score_of(case, bare))
-        return {"score": 1.0}
+        return {"score": judged(scores[-1])}
 
     data: Any = dataset(case)
     if case.iterable:
@@ -357,6 +420,7 @@ def _run_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
         schedule,
         data,
         config,
+        recipe=_recipe(case, leg),
         backend=backend,
         after_step=clock.advance if case.followed else None,
         extra_state={"clock": clock} if case.followed else None,
@@ -420,6 +484,13 @@ def _run_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
     return rows, _weights(run.module), _buffers(run.module)
 
 
+def _early_stop(case: Case) -> EarlyStop | None:
+    if case.patience is None:
+        return None
+    steps, mode = case.patience
+    return EarlyStop(patience=steps, metric="score", mode=mode)  # type: ignore[arg-type]
+
+
 class _Clock:
     """Counts the effective steps by the gains that ``after_step`` gets."""
 
@@ -475,12 +546,16 @@ def _base_run(case: Case, number: int, taken: int, folder: str) -> _Result:
         grad_clip=case.clip,
         shuffle=case.shuffle,
         drop_last=case.drop_last,
+        find_unused_parameters=case.net == "branch",
+        averaging_window=case.window,
     )
+    if leg.workers > 1:
+        return _base_run_on_workers(case, leg, workload(None), config)
     recipe = record_recipe(
         workload,
         {},
         base_batch_size=leg.base,
-        total_steps=leg.total,
+        **_length(case, leg),
         seed=case.seed,
         config=config,
         probe_every=case.probe_every,
@@ -492,6 +567,49 @@ def _base_run(case: Case, number: int, taken: int, folder: str) -> _Result:
         for i, each in enumerate(lrs)
     ]
     return rows, _weights(module), _buffers(module)
+
+
+def _base_run_on_workers(
+    case: Case, leg: Leg, workload: Workload, config: AdaScaleConfig
+) -> _Result:
+    """Train a base run as the workers of a trial do, without Tune."""
+    length = {"total_steps": None, "total_epochs": None, **_length(case, leg)}
+    base = replace(
+        base_config(config, leg.base, seed=case.seed, **length),
+        global_batch_size=leg.base,
+        per_worker_batch_size=leg.per_worker,
+        accumulation=leg.passes,
+        sharding=leg.sharding,
+    )
+    noise: dict[float, tuple[float, float]] = {}
+
+    class Backend(LocalBackend):
+        def listeners(self, tracker: Any) -> list[Any]:
+            return [
+                StepNoise(
+                    case.probe_every,
+                    on_noise=lambda probe: noise.update(
+                        {probe.effective_steps: (probe.sigma2, probe.mu2)}
+                    ),
+                    on_loss=lambda loss: None,
+                )
+            ]
+
+    run = Run.of(workload, base, backend=Backend(None, device="cpu"))
+    watch = _Watch(run.optimizer)
+    rows: list[Row] = []
+    for batch in run:
+        run.backward(workload.loss(run.model, batch))
+        if run.step():
+            rows.append(_row(run.optimizer, watch.lrs, []))
+    due = {
+        row.tau - 1: (row.sigma2, row.mu2)
+        for row in rows
+        if (row.tau - 1) % case.probe_every == 0
+    }
+    if run.backend.rank == 0:
+        assert noise == due, f"{noise} were recorded of {due}"
+    return rows, _weights(run.module), _buffers(run.module)
 
 
 # ---- a loop of one's own -------------------------------------------------------------
@@ -723,9 +841,7 @@ def _attached(
 ) -> tuple[nn.Module, AdaScaleOptimizer, TauSchedule]:
     """Attach to a loop that wraps the model in DDP, before or after."""
     config = AdaScaleConfig(
-        base_batch_size=leg.base,
-        total_steps=leg.total,
-        scheduler_unit=None if schedule is None else case.unit,  # type: ignore[arg-type]
+        **_schedule_of_base(case, leg, schedule),
         per_worker_batch_size=leg.per_worker,
         accumulation=passes,
         rule=_rule(case),
@@ -744,6 +860,7 @@ def _attached(
         optimizer,
         schedule,
         config,
+        _recipe(case, leg),
         grad_scaler=scaler,
         starting_step=case.starting,
     )

@@ -58,6 +58,15 @@ FAULTS: list[tuple[str, str, str, str]] = [
     ("optim/adam_metric.py", "adam_preconditioner.precondition", 'correction = 1 - group["betas"][1] **', 'correction = 1 - group["betas"][0] **'),
     ("optim/rules.py", "legw_factor", "warmup = scale * warmup_epochs * base_steps_per_epoch",
      "warmup = warmup_epochs * base_steps_per_epoch"),
+    # ---- how a run ends, and where its settings come from
+    ("config.py", "AdaScaleConfig.resolve_total_steps", "whole_number(self.total_epochs * base_steps_per_epoch)",
+     "round(self.total_epochs * base_steps_per_epoch)"),
+    ("run/boundary/evaluation.py", "Evaluation.stalled", "self.evaluated_at - self.best_at < stop.patience", "self.evaluated_at - self.best_at <= stop.patience"),
+    ("run/boundary/evaluation.py", "Evaluation.load_state_dict", 'state["best_at"]', 'state["evaluated_at"]'),
+    ("run/assemble.py", "_resume", "loop.stopped is not None and not", "not"),
+    ("run/clipping.py", "Clipping.__init__", "setting = OF_RECIPES", "pass"),
+    ("batch.py", "BatchSettings._fixed", "math.ceil(base / (per_pass * workers))", "math.ceil(base / per_pass)"),
+    ("run/base/base_noise.py", "StepNoise.after_step", "effective_steps=step.tau_before", "effective_steps=step.result.effective_steps"),
     # ---- measure
     ("measure/norms.py", "SampleNorms.clear", "        for slots in self._slots:\n            slots.clear()\n", ""),
     ("measure/norms.py", "_Slots.__init__", "self._group_of = torch.tensor([g for g, _ in params])",

@@ -23,13 +23,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from .base import Row, Shape, base_hyperparameters, calls_at, examples_of, shape_of
+from .base import (
+    Row,
+    Shape,
+    base_hyperparameters,
+    calls_at,
+    examples_of,
+    largest_norm,
+    shape_of,
+)
 from .case import (
     Case,
     Leg,
     added_group,
     dataset,
     frozen_names,
+    judged,
     loss_of,
     make_quiet,
     net,
@@ -482,14 +491,17 @@ def reference_run(
     # the step from which the next measurement may begin
     expected, free = ExpectedNorm(), 0.0
     ended, unsampled = 0, False
+    clip, patience = largest_norm(case), Patience()
     for leg in case.legs:
         curve, averages.total_steps = base_hyperparameters(case, leg), leg.total
         if base != leg.base:
             r = averages.rebase(base / leg.base, r)
         first, base = len(rows), leg.base
         while tau < leg.total and (leg.steps is None or len(rows) < first + leg.steps):
-            if has_diverged(rows):
+            if has_diverged(rows) or patience.ended:
                 break
+            # workers learn from the step after an evaluation that it was the last one
+            patience.ended = patience.stalled
             step = len(rows)
             # ---- what the step consists of
             shape = shape_of(
@@ -556,9 +568,10 @@ def reference_run(
                 for v in g.values()
             ):
                 loss_scale = loss_scale / 2 if case.precision == "fp16" else 1.0
-                ended += not (
-                    case.own_loop and case.precision == "fp16" and not of_leg
-                )  # torch's scaler leaves out the whole step
+                # torch's scaler leaves out the whole step
+                if not (case.own_loop and case.precision == "fp16") or of_leg:
+                    ended += 1
+                    unsampled = measured and n == 1 and full_n > 1
                 rows.append(
                     Row(True, r, tau, math.nan, math.nan, math.nan, math.nan, [], seen)
                 )
@@ -589,10 +602,10 @@ def reference_run(
             # A measured step of one pass is followed by one that is measured again.
             unsampled = measured and n == 1 and full_n > 1
             # ---- the largest norm: κ times the root of the average of ‖ḡ‖² over effective time, which knows E‖ḡ‖² = μ² + σ²/S
-            multiple = isinstance(case.clip, str) and scale > 1
-            limit = case.clip if isinstance(case.clip, float) else math.inf
+            multiple = isinstance(clip, str) and scale > 1
+            limit = clip if isinstance(clip, float) else math.inf
             limit = (
-                expected.limit(float(case.clip[:-1]), scale, shape.batch, averages)
+                expected.limit(float(clip[:-1]), scale, shape.batch, averages)
                 if multiple
                 else limit
             )
@@ -607,7 +620,7 @@ def reference_run(
             )
             averages.since_sample += increment - result.gain
             noise = result.sigma2, result.mu2
-            if base_run:
+            if base_run and n == 1:
                 noise = (math.nan, math.nan)
                 if tau % case.probe_every == 0 and tau >= free:
                     free, then = tau + 3, position
@@ -646,9 +659,14 @@ def reference_run(
             tau = round(tau) if abs(tau - round(tau)) < 1e-12 * tau else tau
             score = None
             if case.evaluate and (
-                tau // case.evaluate > evaluated_at // case.evaluate or tau >= leg.total
+                (
+                    (tau // case.evaluate > evaluated_at // case.evaluate)
+                    and not patience.ended
+                )
+                or tau >= leg.total
             ):
                 evaluated_at, score = tau, evaluation(case, module, step)
+                patience.look(case, tau, judged(score))
             values = averages.sigma2.value, averages.mu2.value
             means = [
                 math.nan if value is None else float(np.maximum(value, 0).sum())
@@ -663,6 +681,23 @@ def reference_run(
     return rows, np.concatenate(
         [p.detach().double().numpy().ravel() for p in of_weights]
     )
+
+
+class Patience:
+    """Whether the evaluations have stopped improving."""
+
+    best, best_at = math.nan, 0.0
+    stalled = ended = False
+
+    def look(self, case: Case, tau: float, score: float) -> None:
+        """Look at an evaluation at τ."""
+        if case.patience is None:
+            return
+        steps, mode = case.patience
+        better = score > self.best if mode == "max" else score < self.best
+        if better or (math.isnan(self.best) and not math.isnan(score)):
+            self.best, self.best_at = score, tau
+        self.stalled = not math.isnan(self.best) and tau - self.best_at >= steps
 
 
 def has_diverged(rows: list[Row]) -> bool:

@@ -1,9 +1,11 @@
-"""The noise of a base run, at S = 1 on one worker: by the batches after some steps."""
+"""The noise of a base run, at S = 1: on one worker by the batches after some steps, on
+several by their gradient samples.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -11,6 +13,7 @@ from ...measure.probe import PROBE_SAMPLES, BatchSamples
 from ...recipe import NoiseProbe, probe_steps
 from ...workload import Workload
 from ..loop import Run
+from ..observe.step import Listener, Step
 
 noise_steps = partial(probe_steps, passes=PROBE_SAMPLES - 1)
 """The steps of a base run on one worker at which the noise is measured, by extra
@@ -101,3 +104,43 @@ class NoiseRecorder:
             self._series.samples.begin(
                 [p for group in groups for p in group["params"] if p.requires_grad]
             )
+
+
+class StepNoise(Listener):
+    """Tells of losses, and of the noise of a base run's steps with several gradient
+    samples, which needs no probe.
+
+    Args:
+        probe_every: As in ``tune_recipe``.
+        on_noise: Receives the measurements.
+        on_loss: Receives the loss of each step.
+    """
+
+    def __init__(
+        self,
+        probe_every: int | None,
+        *,
+        on_noise: Callable[[NoiseProbe], object],
+        on_loss: Callable[[float], object],
+    ) -> None:
+        self._probe_every = probe_every
+        self._on_noise = on_noise
+        self._on_loss = on_loss
+
+    def after_step(self, step: Step) -> None:
+        """Tell of the step's loss, and of its noise where a measurement is due."""
+        self._on_loss(step.metrics["loss"])
+        known = (
+            not step.result.skipped
+            and math.isfinite(step.result.sigma2)
+            and math.isfinite(step.result.mu2)
+        )
+        if known and step.tau_before in probe_steps(
+            step.total_steps, self._probe_every
+        ):
+            noise = NoiseProbe(
+                effective_steps=step.tau_before,
+                sigma2=step.result.sigma2,
+                mu2=step.result.mu2,
+            )
+            self._on_noise(noise)
