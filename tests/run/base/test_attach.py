@@ -497,7 +497,8 @@ def test_an_optimizer_whose_own_steps_go_past_the_wrapper_is_warned_of() -> None
 def test_a_loop_that_steps_the_bare_optimizer_is_told() -> None:
     model = nn.Linear(3, 1)
     optimizer = SGD(model.parameters(), lr=0.1)
-    attach(model, optimizer, None, AdaScaleConfig(base_batch_size=10, total_steps=8))
+    config = AdaScaleConfig(base_batch_size=10, total_steps=8)
+    _attached = attach(model, optimizer, None, config)  # else it may be collected
     model(torch.ones(2, 3)).sum().backward()
     with pytest.warns(
         UserWarning,
