@@ -286,30 +286,41 @@ def generators_kept(devices: Iterable[int] = ()) -> Iterator[None]:
 
 
 @contextmanager
-def buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Restore the buffers of a module on exit, as objects and as numbers.
+def buffers_kept(module: nn.Module) -> Iterator[list[str]]:
+    """Restore the buffers of a module on exit, as objects and as numbers. Yield the
+    list of the names of those that had changed; it is filled on exit.
 
     A buffer that was made or resized within stays, since its module may remember that
     it was. So does one that is not saved with the model: that is a cache.
     """
     saved = module.state_dict(keep_vars=True).keys()
     kept = [
-        (part, name, buffer, buffer.clone())
+        (part, prefix, name, buffer, buffer.clone())
         for prefix, part in module.named_modules()
         for name, buffer in part.named_buffers(recurse=False)
         if not is_lazy(buffer) and f"{prefix}.{name}".lstrip(".") in saved
     ]
+    changed: list[str] = []
     try:
-        yield
+        yield changed
     finally:
         with torch.no_grad():
-            for part, name, buffer, copied in kept:
+            for part, prefix, name, buffer, copied in kept:
                 now = getattr(part, name, None)
                 if not isinstance(now, Tensor) or now.shape != copied.shape:
                     continue
+                if not _same_numbers(now, copied):
+                    changed.append(f"{prefix}.{name}".lstrip("."))
                 if now is not buffer:
                     setattr(part, name, buffer)
                 buffer.copy_(copied)
+
+
+def _same_numbers(one: Tensor, other: Tensor) -> bool:
+    if one.dtype != other.dtype:
+        return False
+    both_nan = one.isnan() & other.isnan()
+    return bool(((one == other) | both_nan).all())
 
 
 def reshard(module: nn.Module) -> None:

@@ -151,6 +151,9 @@ def _serve(
     warnings.filterwarnings(
         "ignore", message="The batch of .* exceeds the gradient noise scale"
     )
+    # as pyproject.toml has it
+    warnings.filterwarnings("ignore", message=r"AdaScale\(.*FairScale's rule")
+    warnings.filterwarnings("ignore", message="An optimizer step was skipped")
     if simulated_gpu:
         torch.cuda.set_device(rank)
         warnings.filterwarnings(

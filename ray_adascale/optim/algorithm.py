@@ -17,7 +17,13 @@ from .betas import normalizing
 from .bias_correction import BiasCorrectionCounters
 from .current_step import CurrentStep
 from .deferred import HostCopy, read, skippable_step, steps_on_device
-from .guards import EqualSamples, UnsampledSteps, check_identity, check_weights
+from .guards import (
+    EqualSamples,
+    FirstSkippedStep,
+    UnsampledSteps,
+    check_identity,
+    check_weights,
+)
 from .next_state import (
     MOST_SKIPPED,
     AdaScaleState,
@@ -124,6 +130,7 @@ class AdaScaleAlgorithm:
         self._declared = current.declared  # of full steps then
         self._equal_samples = EqualSamples()
         self._unsampled_steps = UnsampledSteps()
+        self._first_skipped = FirstSkippedStep()
 
     @property
     def rule(self) -> ScalingRule:
@@ -184,6 +191,7 @@ class AdaScaleAlgorithm:
         """Read the step's numbers, and then step, unless the gradient is not finite."""
         step = self._read(estimated, read(estimated.numbers))
         if step.skips:
+            self._warn_of_skip()
             self._leave_out(step)
             return
         output = self._output_of_rule(step, estimated.sums.plan.scale)
@@ -313,6 +321,10 @@ class AdaScaleAlgorithm:
         self._leave_out(self._read(estimated, HostCopy(estimated.numbers).read()))
         self._end_step()
 
+    def _warn_of_skip(self) -> None:
+        if self._current.infers and not self._current.scales_loss:
+            self._first_skipped.read(self.state.last.steps)
+
     def _leave_out(self, step: StepResult) -> None:
         self._skip(step.shared)
         self._current.sharding.discard()
@@ -384,6 +396,7 @@ class AdaScaleAlgorithm:
             output: The rule's; None if the gain is both factor and increment.
         """
         if step.skips:
+            self._warn_of_skip()
             self._skip(step.shared)
             return
         self._equal_samples.read(step)

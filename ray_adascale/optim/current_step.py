@@ -210,6 +210,11 @@ class CurrentStep:
         self._notice_foreign()
         self._watch()
 
+    @property
+    def infers(self) -> bool:
+        """Whether the loop does not tell of its passes: it is the user's."""
+        return not self._told
+
     def declare(self, plan: StepPlan) -> None:
         """Set the plan of the steps from the next one on. At a step boundary."""
         self.declared = plan

@@ -19,6 +19,7 @@ from ..chain import parts_of
 from ..measure.identity import Identity
 from ..sharding.kinds.sharding import Sharding
 from ..sharding.kinds.state import state_of
+from .next_state import MOST_SKIPPED
 from .step_sums import StepResult, StepSums
 
 # ---- the passes ----------------------------------------------------------------------
@@ -138,6 +139,33 @@ class EqualSamples:
                 "a row, so the gain is 1, and more workers or passes help nothing. Do "
                 "all workers read the same examples, with equal seeds?"
             )
+
+
+class FirstSkippedStep:
+    """Warns of the first skipped step in a loop of the user's. A Run warns by itself,
+    and a GradScaler skips steps until its scale fits.
+    """
+
+    def __init__(self) -> None:
+        self._warned = False
+
+    def read(self, taken: int) -> None:
+        """Warn of a skipped step, once.
+
+        Args:
+            taken: Optimizer steps taken before it.
+        """
+        if self._warned:
+            return
+        self._warned = True
+        warn_on_first_worker(
+            f"An optimizer step was skipped after {taken} that were taken, because its "
+            "gradient is not finite. Weights and effective_steps stay as they were. "
+            f"Further ones are not warned of; the {MOST_SKIPPED}th in a row raises an "
+            "error. Check the data, lower the learning rate, or clip gradients. A "
+            "micro-batch whose entry of sample_weights is 0 needs a finite loss as "
+            "well: divide by max(units, 1)."
+        )
 
 
 _UNSAMPLED = 3

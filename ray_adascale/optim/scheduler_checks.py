@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator
 
 from torch.optim import Optimizer
+from torch.optim import lr_scheduler as schedulers
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .._errors import kind_of
@@ -61,6 +62,16 @@ def check_scheduler(optimizer: Optimizer, scheduler: LRScheduler) -> None:
         )
 
 
+_BEGIN_AT_THE_BASE_RATE = (
+    schedulers.CosineAnnealingLR,
+    schedulers.CosineAnnealingWarmRestarts,
+    schedulers.ExponentialLR,
+    schedulers.PolynomialLR,
+    schedulers.StepLR,
+)
+"""Schedulers whose first learning rate is that of the optimizer's constructor."""
+
+
 def check_initial_rates(optimizer: Optimizer, scheduler: LRScheduler) -> None:
     """Check that the learning rates are those that a fresh scheduler has set.
 
@@ -81,6 +92,15 @@ def check_initial_rates(optimizer: Optimizer, scheduler: LRScheduler) -> None:
             "another step. Set them back after it: for group, lr in "
             "zip(optimizer.param_groups, scheduler.get_last_lr()): group['lr'] = lr. "
             "The run sets the schedule to starting_step."
+        )
+    base = [float(rate) for rate in scheduler.base_lrs]
+    if type(scheduler) in _BEGIN_AT_THE_BASE_RATE and rates != base:
+        raise ValueError(
+            f"The fresh {type(scheduler).__name__} begins at {rates}, and not at the "
+            f"learning rates of the optimizer, {base}: it was built after "
+            "optimizer.load_state_dict(), which has loaded those of another step. "
+            "Build the scheduler before it. After it set the rates back: for group, lr "
+            "in zip(optimizer.param_groups, scheduler.get_last_lr()): group['lr'] = lr."
         )
 
 

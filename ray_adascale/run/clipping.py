@@ -111,7 +111,8 @@ class Clipping:
 
     Args:
         config: The settings of the run.
-        recipe: Its recipe. Without a ``grad_clip`` of either it is :data:`OF_RECIPES`.
+        recipe: Its recipe. Without a ``grad_clip`` of either it is :data:`OF_RECIPES`;
+            with one of the recipe alone nothing is clipped.
         total_steps: T.
 
     Attributes:

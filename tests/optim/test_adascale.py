@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import math
+import warnings
 import weakref
 from typing import Any
 
@@ -397,6 +398,31 @@ def test_take_step_calls_the_hooks_of_the_wrapper(register: str) -> None:
     adascale.take_step()
     assert called == [adascale]
     assert adascale.steps == 2
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("scaler", [False, True])
+def test_the_first_skipped_step_of_a_loop_of_ones_own_is_warned_of(
+    fused: bool, scaler: bool
+) -> None:
+    model = nn.Linear(2, 1)
+    adascale = AdaScale(
+        torch.optim.SGD(model.parameters(), lr=0.1, fused=fused),
+        scale=2.0,
+        num_gradients_to_accumulate=2,
+        grad_scaler=torch.amp.GradScaler("cpu", enabled=scaler),
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for value in (1.0, math.nan, 1.0, math.nan):
+            for _ in "ab":
+                model(torch.full((1, 2), value)).sum().div(2).backward()
+            adascale.step()
+            adascale.zero_grad()
+        assert adascale.effective_steps > 0  # reads the last step
+    told = [str(each.message) for each in caught]
+    assert len(told) == (0 if scaler else 1)
+    assert all("skipped after 1 that were taken" in text for text in told)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["host", "device"])

@@ -110,6 +110,24 @@ def test_the_learning_rates_of_the_other_programs_step_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T),
+        lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5),
+    ],
+)
+def test_a_scheduler_that_is_built_on_the_loaded_rates_is_refused(make: Any) -> None:
+    model, optimizer, _ = from_elsewhere()
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["lr"] = 0.05
+    optimizer.load_state_dict(saved)
+    with pytest.raises(
+        ValueError, match=r"begins at \[0\.05\].*optimizer, \[0\.2\].*Build the sch"
+    ):
+        trained((model, optimizer, make(optimizer)), start=DONE)
+
+
+@pytest.mark.parametrize(
     ("start", "message"),
     [(T, "the run has 24"), (-1, "starting_step"), (2.5, "starting_step")],
 )

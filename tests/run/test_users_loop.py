@@ -287,6 +287,7 @@ def _observed(sharding: str, how: str, evaluates: bool) -> Tensor:
     return torch.cat([p.detach().flatten() for p in whole])
 
 
+@pytest.mark.filterwarnings("ignore:evaluate changed the buffer")
 @pytest.mark.parametrize("how", ["in place", "replaced"])
 def test_the_evaluation_before_the_first_step_leaves_buffers_as_they_were(
     how: str,
@@ -324,10 +325,28 @@ def test_a_cache_that_the_first_evaluation_has_filled_stays_filled() -> None:
     assert same_weights(model, expected)
 
 
+def test_a_cache_that_is_saved_is_put_back_with_a_warning() -> None:
+    torch.manual_seed(2)
+    rotation = Rotation()
+    rotation.register_buffer("cosines", torch.zeros(6))
+    model = nn.Sequential(rotation, nn.Linear(6, 2))
+
+    def evaluate(net: nn.Module) -> dict[str, float]:
+        return {"score": float(net(data().tensors[0]).sum().detach())}
+
+    run = make_run(model, evaluate=evaluate, evaluate_every=100)
+    with pytest.warns(
+        UserWarning, match=r"changed the buffer '0\.cosines'.*persistent=False"
+    ):
+        next(iter(run))
+    assert rotation.cosines.count_nonzero() == 0
+
+
 def _observed_under_all() -> list[bool]:
     with warnings.catch_warnings():
         # each micro-batch changes the buffers
         warnings.filterwarnings("ignore", message="The forward pass changes the buffer")
+        warnings.filterwarnings("ignore", message="evaluate changed the buffer")
         return [
             torch.equal(
                 _observed(sharding, "in place", True),

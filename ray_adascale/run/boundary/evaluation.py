@@ -90,8 +90,16 @@ class Evaluation(Stage):
         if self._evaluate is None or self._names:
             return {}
         streams = capture_rng(device)
-        with buffers_kept(self._module):
+        with buffers_kept(self._module) as changed:
             metrics = self._evaluated(self._evaluate)
+        if changed:
+            warn_on_first_worker(
+                f"evaluate changed the buffer {changed[0]!r} of the model (one of "
+                f"{len(changed)}), which is saved with the model. The evaluation "
+                "before training must change nothing, so the buffer has its numbers "
+                "of before. If evaluate fills a cache once, register it with "
+                "persistent=False, or fill it when the model is built."
+            )
         self.untrained.update(metrics)
         restore_rng(streams, device)
         if self._metric not in (None, "loss", *metrics):
