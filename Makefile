@@ -59,7 +59,7 @@ test-plain: $(STAMP)  ## the tests that need none of these
 test-docs: $(STAMP)  ## pages, examples and benchmarks, run small
 	$(LANE)=docs
 
-test-release: $(STAMP)  ## kept studies and pictures, also the slow ones: before a release; test-docs has them where their files change
+test-release: $(STAMP)  ## kept studies, pictures, benchmark scripts and one example, also the slow ones: before a release; test-docs has them where their files change
 	$(BIN)/python -m pytest -q --lane=release
 
 # The Python that is given, else that of .venv, else python3. It needs torch, numpy, pytest and pytest-timeout, and no Ray; nothing is

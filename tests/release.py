@@ -1,4 +1,4 @@
-"""Which tests of kept studies and pictures a change at hand can break.
+"""Which tests of kept studies, pictures and scripts a change at hand can break.
 
 ``@pytest.mark.release(patterns)`` names the files that a test file is about. It runs
 before a release (``make test-release``), which keeps a digest of these files in

@@ -46,7 +46,7 @@ def module(name: str) -> Any:
     return pytest.fixture(scope="module")(lambda: load(name))
 
 
-def run_script(path: Path, *arguments: object, timeout: float = 110) -> str:
+def run_script(path: Path, *arguments: object, timeout: float = 330) -> str:
     """Run a script with ``--smoke`` and one thread, and return what it prints."""
     env = {**os.environ, "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(path), "--smoke", *map(str, arguments)]

@@ -16,7 +16,11 @@ import torch
 
 from tests.project.benchmarks import BENCHMARKS, ROOT, STUDIES, load, module, run_script
 
-pytestmark = pytest.mark.docs
+# Whoever runs a script sees at once that it fails; nothing else depends on one.
+pytestmark = [
+    pytest.mark.release("benchmarks/*.py", "benchmarks/studies/*.py"),
+    pytest.mark.timeout(400),  # of a busy machine
+]
 
 MODELS = ["narrow", "resnet"]
 PASSES = [1, 2]
@@ -256,7 +260,7 @@ def test_growth_counts_what_each_kind_sends(tmp_path: Path) -> None:
         "--kinds",
         *kinds,
     ]
-    printed = run_script(*command, timeout=120)
+    printed = run_script(*command)
     document = json.loads(path.read_text())
     steps = {row["kind"]: row for row in document["steps"]}
     assert list(steps) == ["ddp", "adascale", "sharded", "adascale+sharded"]

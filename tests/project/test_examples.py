@@ -324,34 +324,6 @@ def _numbers(said: str) -> list[tuple[float, ...]]:
     return [tuple(map(float, row)) for row in found]
 
 
-@pytest.mark.ray
-def test_asha_over_accelerate(
-    ray_session: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    pytest.importorskip("accelerate")
-    pytest.importorskip("sklearn")
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        ["asha_over_accelerate.py", "--smoke", "--folder", str(tmp_path / "asha")],
-    )
-    runpy.run_path(
-        str(EXAMPLES / "clients" / "asha_over_accelerate.py"), run_name="__main__"
-    )
-    found = re.findall(
-        r"learning rate (\S+): accuracy \S+ at τ = (\d+)", capsys.readouterr().out
-    )
-    # ASHA's first rung
-    assert found == [("0.05", "240"), ("1e-05", "40"), ("1e-06", "40")]
-    recipe = Recipe.load(tmp_path / "asha" / "recipe.json")
-    assert recipe.hyperparameters == {"lr": 0.05}
-    assert recipe.total_steps == 240
-    assert recipe.score > 0.8
-
-
 @pytest.mark.parametrize(
     "path", sorted((EXAMPLES / "clients").glob("*.py")), ids=lambda path: path.name
 )

@@ -70,9 +70,11 @@ def test_a_study_is_tested_with_the_pages_until_its_files_are_those_of_a_release
         "forecast_study",
         "gpu_transfer",
         "pictures",
+        "benchmarks",
+        "client_examples",
     ],
 )
-def test_tests_of_kept_studies_are_of_this_lane(name: str) -> None:
+def test_tests_of_scripts_and_kept_studies_are_of_this_lane(name: str) -> None:
     path = Path(__file__).with_name(f"test_{name}.py")
     lanes = [
         lane for lane in ("ray", "pool", "plain") if conftest._may_hold(path, lane)
