@@ -21,7 +21,6 @@ from ray import cloudpickle
 from ray.util import inspect_serializability
 
 from .._files import scratch_folder
-from ..workload import code_of
 
 _F = TypeVar("_F", bound=Callable[..., object])
 
@@ -81,6 +80,9 @@ def _pieces(function: Any) -> Iterator[Any]:
     """Yield the functions and classes that a function consists of: those that are the
     arguments of a ``functools.partial``, too.
     """
+    # here, since a process that only loads functions needs no torch
+    from ..workload import code_of
+
     inner = inspect.unwrap(function)
     while isinstance(inner, functools.partial):
         for argument in (*inner.args, *inner.keywords.values()):
