@@ -312,7 +312,11 @@ def test_more_workers_than_fit_are_refused_or_waited_for(
         hyperparameters={"lr": 0.1},
         config=AdaScaleConfig(base_batch_size=4, total_steps=60, elastic=True),
         scaling_config=ScalingConfig(num_workers=(64, 70)),
-        run_config=RunConfig(name="many", storage_path=str(ray_session)),
+        run_config=RunConfig(
+            name="many",
+            storage_path=str(ray_session),
+            failure_config=FailureConfig(max_failures=20),
+        ),
         progress=False,
     )
     short = "64 workers of 1 CPU each, and the cluster has 4 CPU: room for 4 workers"
