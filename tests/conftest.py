@@ -310,6 +310,16 @@ def _few_processes(patched: pytest.MonkeyPatch) -> None:
     patched.setattr(DataParallelTrainer, "_create_default_callbacks", needed)
 
 
+def _few_services(patched: pytest.MonkeyPatch) -> None:
+    """Start Ray without two services that no test looks at: one reads all logs for
+    drivers that print them, the other asks a cloud for nodes.
+    """
+    from ray._private.node import Node
+
+    patched.setattr(Node, "start_log_monitor", lambda self: None)
+    patched.setattr(Node, "start_monitor", lambda self: None)
+
+
 @pytest.fixture(scope="session")
 def ray_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A local Ray with four CPUs for the whole test session; yields a folder for
@@ -317,15 +327,16 @@ def ray_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """
     import ray  # here, as most tests need none
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Ray's own
-        ray.init(
-            num_cpus=4,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-        )
     with pytest.MonkeyPatch.context() as patched:
+        _few_services(patched)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Ray's own
+            ray.init(
+                num_cpus=4,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="ERROR",
+            )
         _few_processes(patched)
         yield tmp_path_factory.mktemp("ray")
     ray.shutdown()
