@@ -80,7 +80,7 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "run",
             "the loop of one worker",
-            "loop assemble build build_warnings passes after_step unit_weights clipping skipped",
+            "loop assemble build build_warnings pass_driver after_step unit_weights clipping skipped",
         ),
         Package(
             "run.boundary",

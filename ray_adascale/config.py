@@ -92,7 +92,7 @@ class AdaScaleConfig:
         total_steps: T, optimizer steps of the base run = effective steps of every run.
             Comes from the recipe if there is one; otherwise give this or
             ``total_epochs``.
-        total_epochs: Length of the base run in passes over the dataset, instead of
+        total_epochs: Length of the base run in epochs, instead of
             ``total_steps``.
         scheduler_unit: What one ``scheduler.step()`` meant in the base run, "step" or
             "epoch". Required with a scheduler, because a wrong guess would give a wrong

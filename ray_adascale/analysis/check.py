@@ -134,12 +134,12 @@ def check_workload(
 
 
 _SCALES = (1, 4, 8, 16)
-"""Scales for which a check shows the passes over the data."""
+"""Scales for which a check shows the epochs."""
 
 
 def _epochs_at_scale(rule: Any, recipe: Recipe | None) -> list[Finding]:
-    """Return the passes over the data that runs at larger scales will make by the
-    recipe's forecast, as a warning where a scale repeats examples; none without a
+    """Return the epochs that runs at larger scales will make by the recipe's
+    forecast, as a warning where a scale repeats examples; none without a
     recipe that has noise.
     """
     if recipe is None or not recipe.noise_by_seed:
@@ -157,9 +157,7 @@ def _epochs_at_scale(rule: Any, recipe: Recipe | None) -> list[Finding]:
         f"{count / base.examples * base.epochs:.3g} at S = {scale}"
         for scale, count in examples.items()
     )
-    found = [
-        Finding("ok", f"Passes over the data, by the forecast: {shown}.", repeated=True)
-    ]
+    found = [Finding("ok", f"Epochs, by the forecast: {shown}.", repeated=True)]
     warned = [epochs_warning(base, count) for count in examples.values()]
     first = next((i for i, text in enumerate(warned) if text is not None), None)
     if first is not None:

@@ -50,7 +50,7 @@ class ForecastRow:
         last_scale: S of the last step.
         num_samples: n = k · accumulation.
         examples: Examples of all steps together.
-        epochs: Passes over the data; None where the dataset's length is unknown.
+        epochs: Epochs; None where the dataset's length is unknown.
         steps: Optimizer steps, by the noise of all seeds together.
         low: Fewest steps of the interval, see
             :class:`ray_adascale.forecast.replay.Forecaster`.

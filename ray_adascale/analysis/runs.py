@@ -150,7 +150,7 @@ class RunTrace:
         return base_of(self.rows[0])
 
     def epochs(self, recipe: Recipe | None = None) -> float | None:
-        """Return the passes over the data so far; None if they are unknown."""
+        """Return the epochs so far; None if they are unknown."""
         base = self.base(recipe)
         if base is None or base.epochs is None or self.examples is None:
             return None

@@ -147,7 +147,7 @@ class IterableSource(BatchSource):
         if told:  # the next step's numbers were on their way
             return
         warn_on_first_worker(
-            f"A pass over the data has {how}. A worker with fewer batches repeats "
+            f"An epoch of the data has {how}. A worker with fewer batches repeats "
             "them, so its examples count more. Give all workers equally many: share "
             "out the data by examples, or end each pass (itertools.islice) after the "
             "fewest."
@@ -213,7 +213,7 @@ class IterableSource(BatchSource):
                 )
             if usable == 0 and not continued:  # a place may be the end of a pass
                 raise ValueError(
-                    f"A whole pass over the data gave no batch of {self.batch_size} "
+                    f"A whole epoch of the data gave no batch of {self.batch_size} "
                     f"examples ({seen} batches of other sizes). Give this worker more "
                     f"data, or batches of that size. {_COUNTED}"
                 )
@@ -249,7 +249,7 @@ class IterableSource(BatchSource):
         if not self._warned:
             self._warned = True
             warn_at_user(
-                "Skipping the shorter last batch of each pass over the data "
+                "Skipping the shorter last batch of each epoch "
                 f"({examples} of {self.batch_size} examples): the global batch size "
                 "must stay constant. drop_last=True in the data loader avoids this "
                 "warning."

@@ -62,7 +62,7 @@ from .observe.metrics import BASE, METRICS, NORM_BATCH
 from .observe.step import Listener
 from .observe.trace import Trace
 from .observe.verdict import BaseFigures
-from .passes import Passes
+from .pass_driver import PassDriver
 from .unit_weights import UnitWeights
 
 
@@ -154,7 +154,7 @@ class RunParts:
         plan: The batch of the first step of this start; ``Run.plan`` is up to date.
         train_state: The objects that a checkpoint is made from: model, optimizer, data,
             schedule, the loop's own state.
-        passes: Runs the passes of each step, and the step.
+        driver: Runs the passes of each step, and the step.
         replicas: Compares the copies that the workers have of weights and gradients.
         unit_weights: Weights the micro-batches of a step by the user's units; None:
             their examples count.
@@ -166,7 +166,7 @@ class RunParts:
     training: Training
     plan: StepPlan
     train_state: TrainState
-    passes: Passes
+    driver: PassDriver
     replicas: Replicas
     unit_weights: UnitWeights | None
     boundary: AtBoundary
@@ -270,7 +270,7 @@ def _loop_of(given: Given, data: RunData, training: Training) -> RunParts:
         device=backend.device,
         process_group=cpu_group,
     )
-    passes = Passes(
+    driver = PassDriver(
         training.module,
         wrapped.optimizer,
         wrapped.scaler,
@@ -308,7 +308,7 @@ def _loop_of(given: Given, data: RunData, training: Training) -> RunParts:
         training,
         plan,
         train_state,
-        passes,
+        driver,
         replicas,
         unit_weights,
         AtBoundary(stages, evaluation, checkpointing, reporting),

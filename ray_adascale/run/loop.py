@@ -180,14 +180,14 @@ class Run:
         """Step counts and metrics so far, as they go into a checkpoint."""
         self.parts = parts
         """The objects that make up this run."""
-        self._passes = parts.passes
-        self._guards = parts.passes.guards
+        self._driver = parts.driver
+        self._guards = parts.driver.guards
         self._after_step: AfterStep | None = None
         if inputs.after_step is not None:
             self._after_step = AfterStep(inputs.after_step, self.module)
         self._skipped = SkippedSteps(
             self.module,
-            parts.passes.scaler,
+            parts.driver.scaler,
             by_recipe=recipe is not None,
             by_units=parts.unit_weights is not None,
         )
@@ -262,7 +262,7 @@ class Run:
 
     @property
     def epoch(self) -> int:
-        """Epochs completed: passes over the data. See :attr:`base_epoch` for what a
+        """Epochs completed. See :attr:`base_epoch` for what a
         base run does by its epoch.
         """
         return self.source.epoch
@@ -315,19 +315,19 @@ class Run:
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """The loss scaler; None unless the precision is "fp16"."""
-        return self._passes.scaler
+        return self._driver.scaler
 
     @property
     def is_last_pass(self) -> bool:
         """Whether the pass in progress is the last one of its optimizer step: the
         place for a loop's own clipping.
         """
-        return self._passes.is_last
+        return self._driver.is_last
 
     @property
     def at_boundary(self) -> bool:
         """Whether this is a step boundary, the only place to checkpoint."""
-        return self._passes.between and self.optimizer.at_boundary
+        return self._driver.between and self.optimizer.at_boundary
 
     @property
     def evaluate_due(self) -> bool:
@@ -437,7 +437,7 @@ class Run:
         separate_streams(self.backend.rank, self.plan.workers, self.backend.device)
         batches = self._micro_batches()
         try:
-            with self._passes.guard(), self.backend.watch(self._pulse):
+            with self._driver.guard(), self.backend.watch(self._pulse):
                 if self.state.iterations == 0:
                     self._pulse.enter(Phase.BOUNDARY)
                     self.parts.boundary.evaluation.try_out(
@@ -451,9 +451,9 @@ class Run:
                     self._pulse.enter(Phase.DATA)
                     batch = self._next_of(batches)
                     self._pulse.enter(Phase.PASS)
-                    self._passes.begin(batch)
+                    self._driver.begin(batch)
                     yield self.source.on_device(batch.batch, self.backend.device)
-                    self._passes.check_ended()
+                    self._driver.check_ended()
                 self._pulse.enter(Phase.BOUNDARY)
                 if self.stopped is None:
                     self._finish(TOTAL_STEPS_REACHED)
@@ -497,17 +497,17 @@ class Run:
                 number of passes: ``run`` does, and a loss that is divided twice can't
                 be detected.
         """
-        self._passes.begin_backward(loss)
-        if self._passes.is_last:
+        self._driver.begin_backward(loss)
+        if self._driver.is_last:
             self._share_numbers()
             self._pulse.enter(Phase.REDUCTION)
-        self._passes.backward(loss, self.plan)
+        self._driver.backward(loss, self.plan)
 
     def _share_numbers(self) -> None:
         """Let this worker's loss, its boundary flags and what is compared travel in
         the step's all-reduce.
         """
-        loss = self._passes.loss
+        loss = self._driver.loss
         if self.plan.workers == 1:
             self.optimizer.current.share(loss=loss)
             return
@@ -527,10 +527,10 @@ class Run:
             The norm before clipping, on the device; None before the step's last pass,
             where it does nothing.
         """
-        self._passes.check_backward(
+        self._driver.check_backward(
             "run.clip_grad_norm_() comes between run.backward() and run.step()."
         )
-        if not self._passes.is_last:
+        if not self._driver.is_last:
             return None
         return self.optimizer.clip_grad_norm(max_norm)
 
@@ -539,10 +539,10 @@ class Run:
         """Clip each element of the gradient to ±``clip_value`` in a step's last
         pass, as :meth:`clip_grad_norm_` does.
         """
-        self._passes.check_backward(
+        self._driver.check_backward(
             "run.clip_grad_value_() comes between run.backward() and run.step()."
         )
-        if self._passes.is_last:
+        if self._driver.is_last:
             self.optimizer.clip_grad_value(clip_value)
 
     @uncompiled_in_graphs
@@ -564,13 +564,13 @@ class Run:
         Raises:
             FloatingPointError: The gradient was not finite for 50 steps in a row.
         """
-        self._passes.check_backward("run.step() comes once after each run.backward().")
+        self._driver.check_backward("run.step() comes once after each run.backward().")
         user_metrics = plain_numbers(metrics, of_step=True) if metrics else {}
         for name, number in user_metrics.items():
             if name != "loss":
                 self.state.recorded[name] = number
-        if not self._passes.is_last:
-            self._passes.end_pass()
+        if not self._driver.is_last:
+            self._driver.end_pass()
             return False
 
         # the step before, whose τ gives the learning rate of this one
@@ -581,7 +581,7 @@ class Run:
         self.parts.training.clipping.clip(
             self.optimizer, self.plan, self.optimizer.average_moments
         )
-        self._passes.step()
+        self._driver.step()
         self._ended = self._taken = self._commit_step(before, lr, user_metrics)
 
         must_read = self._must_read_step()
@@ -611,7 +611,7 @@ class Run:
         flags = BoundaryFlags.NONE
         if self.plan.workers == 1:
             flags = self._stages.flags()
-        self._passes.end_step()
+        self._driver.end_step()
         self.source.commit()
         self.state.iterations += 1
         self.state.scales += self.plan.scale
@@ -751,7 +751,7 @@ class Run:
         Raises:
             RuntimeError: The model has a trainable parameter that no group has.
         """
-        self._passes.users_model.check()
+        self._driver.users_model.check()
         return self.parts.boundary.reporting.report(self, save=save)
 
     @uncompiled

@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 # the workload's metric, negated where small is better; Tune maximises it
 OBJECTIVE = "objective"
-# τ in passes over the dataset: ASHA's clock where T is given in epochs
+# τ in epochs: ASHA's clock where T is given in epochs
 EPOCHS = "epochs"
 # a trial's data so far, beside the run's own files in a checkpoint
 _FILE = "trial.json"

@@ -193,25 +193,25 @@ def test_the_untrained_model_is_evaluated(metrics: Any, level: str, words: str) 
     assert len(calls) == 1
 
 
-def test_passes_over_the_data_at_larger_scales_are_shown() -> None:
+def test_epochs_at_larger_scales_are_shown() -> None:
     """64 examples, 8 steps an epoch. Without noise S = 4 takes as many steps."""
     found = recipe([(0, 0, 1)], total_steps=100, base_steps_per_epoch=8.0)
     findings = check_workload(workload, {"lr": 0.1}, AdaScaleConfig(), found)
-    (shown,) = (text for text in of(findings, "ok") if "Passes" in text)
+    (shown,) = (text for text in of(findings, "ok") if "Epochs, by" in text)
     assert shown == (
-        "Passes over the data, by the forecast: 12.5 at S = 1, 50 at S = 4, 100 at S = "
+        "Epochs, by the forecast: 12.5 at S = 1, 50 at S = 4, 100 at S = "
         "8, 200 at S = 16."
     )
-    (warning,) = (text for text in of(findings, "warning") if "Epochs" in text)
+    (warning,) = (text for text in of(findings, "warning") if "More epochs" in text)
     assert warning.startswith(
-        "From S = 4 on. Epochs: 50 passes over the data, 12.5 in the base run."
+        "From S = 4 on. More epochs: 50 epochs, 12.5 in the base run."
     )
     noisy = recipe([(0, 3, 0)], total_steps=100, base_steps_per_epoch=8.0)
     findings = check_workload(workload, {"lr": 0.1}, AdaScaleConfig(), noisy)
-    assert not any("Epochs" in each.text for each in findings)
+    assert not any("ore epochs" in each.text for each in findings)
     none = recipe([], total_steps=100, base_steps_per_epoch=8.0)
     findings = check_workload(workload, {"lr": 0.1}, AdaScaleConfig(), none)
-    assert not any("Passes" in each.text for each in findings)
+    assert not any("Epochs, by" in each.text for each in findings)
 
 
 def test_an_exceptions_notes_are_sentences_of_their_own() -> None:

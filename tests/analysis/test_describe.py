@@ -140,11 +140,11 @@ def test_a_run_with_a_recipe_has_its_passes_over_the_data(tmp_path: Path) -> Non
     }
     rows = [row(1, base=base), *(row(step) for step in range(2, 9))]
     lines = describe(write_rows(tmp_path, rows))[0].splitlines()
-    at = lines.index("  epochs       4 passes over the data, 2.5 in the base run")
-    assert lines[at + 1].startswith("    Epochs: 4 passes over the data, 2.5 in the ")
+    at = lines.index("  epochs       4 epochs, 2.5 in the base run")
+    assert lines[at + 1].startswith("    More epochs: 4 epochs, 2.5 in the ")
     assert not any("verdict" in line for line in lines)  # τ = 16 of 20
     lines = describe(write_rows(tmp_path, rows[:4]))[0].splitlines()
-    assert "  epochs       2 passes over the data, 2.5 in the base run" in lines
+    assert "  epochs       2 epochs, 2.5 in the base run" in lines
     assert not any("Epochs" in line for line in lines)
 
 

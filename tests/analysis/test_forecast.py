@@ -416,16 +416,16 @@ def test_a_step_takes_as_long_as_the_worker_with_the_most_examples() -> None:
     assert seconds(model, StepPlan(10, 60, 3, 4)) == pytest.approx(4 * 5 * 0.02 + 0.25)
 
 
-def test_passes_over_the_data_have_a_column_and_a_warning() -> None:
-    """No noise: r = 1 at every scale, so that k workers make k times the passes."""
+def test_epochs_have_a_column_and_a_warning() -> None:
+    """No noise: r = 1 at every scale, so that k workers make k times the epochs."""
     found = recipe([(0, 0, 1)], total_steps=100, base_steps_per_epoch=50.0)
     made = forecast_recipe(found, workers=[1, 2, 4])
     assert [row.epochs for row in made.rows] == [2.0, 4.0, 8.0]
     assert made.table().columns[4].header == "epochs"
     # the first number of workers that repeats examples half again as often
-    (warning,) = (line for line in made.lines() if "Epochs" in line)
+    (warning,) = (line for line in made.lines() if "More epochs" in line)
     assert warning.startswith(
-        "2 workers: Epochs: 4 passes over the data, 2 in the base run. Repeated "
+        "2 workers: More epochs: 4 epochs, 2 in the base run. Repeated "
     )
     assert "--total-examples 1600`" in warning
     unknown = forecast_recipe(recipe([(0, 3, 0)]), workers=[1, 4])
@@ -436,4 +436,4 @@ def test_passes_over_the_data_have_a_column_and_a_warning() -> None:
         recipe([(0, 3, 0)], total_steps=100, base_steps_per_epoch=50.0), workers=[4]
     )
     assert alike.rows[0].epochs == 2.0
-    assert not any("Epochs" in line for line in alike.lines())
+    assert not any("More epochs" in line for line in alike.lines())

@@ -202,7 +202,7 @@ def test_page_says_what_the_runs_did(make: Callable[..., Page], tmp_path: Path) 
             (0.45, 0.55),
             "accuracy 0.8 is worse than the base run's 0.5 ± 0.071 (2 seeds), by 4.2 "
             "times the spread of its seeds. Check first "
-            "(docs/guides/reading-the-gain.md):</p> <ul><li>Epochs: 2 times the "
+            "(docs/guides/reading-the-gain.md):</p> <ul><li>More epochs: 2 times the "
             "examples of the base run. Repeated examples cost what a larger batch "
             "saves: compare with a base run of as many examples (`ray-adascale train "
             "WORKLOAD --recipe FILE --total-examples 320`).</li><li>Nothing unusual: 0 "
@@ -247,7 +247,7 @@ def test_a_run_is_judged_by_the_recipes_score(
     assert "early: accuracy" not in text
 
 
-def test_passes_over_the_data_and_a_base_run_of_as_many_examples(
+def test_epochs_and_a_base_run_of_as_many_examples(
     make: Callable[..., Page], tmp_path: Path
 ) -> None:
     """A base run of 20 steps of 8 examples, over 64: 2.5 epochs, and 5 at scale."""
@@ -269,7 +269,7 @@ def test_passes_over_the_data_and_a_base_run_of_as_many_examples(
     page = make(scaled, recipe=made)
     assert dict(zip(*page.tables[0], strict=True))["epochs"] == "5"
     path = tmp_path / "out" / "report.html"
-    warning = "scaled: Epochs: 5 passes over the data, 2.5 in the base run. Repeated"
+    warning = "scaled: More epochs: 5 epochs, 2.5 in the base run. Repeated"
     assert warning in path.read_text()
     assert "of as many examples (" in path.read_text()
     assert "over examples" not in path.read_text()

@@ -55,7 +55,7 @@ def test_an_iterable_of_unknown_length_has_no_epochs() -> None:
 def test_a_shorter_last_batch_is_skipped_with_one_warning() -> None:
     source = IterableSource(batches_of(4, 4, 2), BatchSplit(4))
     with pytest.warns(
-        UserWarning, match=r"shorter last batch of each pass .*2 of 4 examples"
+        UserWarning, match=r"shorter last batch of each epoch .*2 of 4 examples"
     ) as caught:
         seen = [m.batch.tolist() for m in take(source, 5)]
     assert seen == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2 + [[0, 1, 2, 3]]

@@ -93,10 +93,10 @@ FAULTS: list[tuple[str, str, str, str]] = [
     ("_torch.py", "modes_kept", "for part, training in modes:", "for part, training in modes[:1]:"),
     ("_torch.py", "reshard", "part.reshard()", "pass"),
     ("sharding/kinds/fsdp2.py", "FullyShard.begin_pass", "send_from_first([self._module.get_buffer(name) for name in self._buffers])", "pass"),
-    # ---- run/passes, run/schedule
-    ("run/passes.py", "Passes.backward", "plan.loss_factor(batch.examples, plan.global_batch_size)", "1 / plan.passes"),
-    ("run/passes.py", "Passes.backward", "self._current.weights = self._weights", "self._current.weights = None"),
-    ("run/passes.py", "Passes._show_gradients", "self.scaler.unscale_(self._optimizer)", "pass"),
+    # ---- run/pass_driver, run/schedule
+    ("run/pass_driver.py", "PassDriver.backward", "plan.loss_factor(batch.examples, plan.global_batch_size)", "1 / plan.passes"),
+    ("run/pass_driver.py", "PassDriver.backward", "self._current.weights = self._weights", "self._current.weights = None"),
+    ("run/pass_driver.py", "PassDriver._show_gradients", "self.scaler.unscale_(self._optimizer)", "pass"),
     ("optim/schedule.py", "EffectiveSchedule.due", "calls = self._calls_before(math.floor(effective_steps))",
      "calls = self._calls_before(round(effective_steps))"),
     ("optim/schedule.py", "EffectiveSchedule._calls_before", "return whole_number(step / self._base_steps_per_epoch)",

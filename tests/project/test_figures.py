@@ -140,7 +140,7 @@ def wrong_ranges(text: str, studies: list[tuple[Any, Any]]) -> Iterator[str]:
             if (low, high) != (f"{min(of):.1f}", f"{max(of):.1f}"):
                 yield f"{low} to {high} times {what}: {min(of):.1f} to {max(of):.1f}"
         against_base = verdicts(studies, scale, "AdaScale", (1, "AdaScale"))
-        if "no worse" in block:
+        if re.search("no worse|not clearly worse", block):
             yield from (
                 f"{name} is worse"
                 for name in names

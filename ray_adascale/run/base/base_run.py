@@ -132,7 +132,7 @@ def record_recipe(
         hyperparameters: The config.
         base_batch_size: B0, examples per optimizer step.
         total_steps: T, optimizer steps. Give this or ``total_epochs``.
-        total_epochs: Length of the run in passes over the dataset.
+        total_epochs: Length of the run in epochs.
         seed: Seed of the weights and of the order of examples.
         config: Further settings of the loop, as for ``tune_recipe``.
         probe_every: Optimizer steps from one measurement of the noise to the next. Each

@@ -41,7 +41,7 @@ class BaseFigures:
         seeds: Number of these seeds; 0 where the score is that of the best trial.
         base_batch_size: B0.
         total_steps: T.
-        epochs: Passes of the base run over the data; None: unknown.
+        epochs: Epochs of the base run; None: unknown.
         search: Name of the search, which continues it; empty: there was none.
         at_edge: Hyperparameters whose value was the smallest or the largest that the
             search tried: which of the two, by their text.
@@ -282,7 +282,7 @@ class Verdict:
 
     def _checks(self) -> Iterator[FirstCheck]:
         """Yield the first checks, in the order of the page."""
-        yield from self._passes()
+        yield from self._epochs()
         yield from self._micro_batch()
         yield self._stability()
         yield self._efficiency()
@@ -293,7 +293,7 @@ class Verdict:
                 "it, too."
             )
 
-    def _passes(self) -> Iterator[FirstCheck]:
+    def _epochs(self) -> Iterator[FirstCheck]:
         if self.run.examples is None:
             return
         warning = epochs_warning(self.base, self.run.examples)
@@ -340,14 +340,11 @@ class Verdict:
 
 
 def epochs_in_words(base: BaseFigures, examples: float) -> str:
-    """Return the passes over the data that these examples are, beside the base run's."""
+    """Return the epochs that these examples are, beside the base run's."""
     times = examples / base.examples
     if base.epochs is None:
         return f"{times:.3g} times the examples of the base run"
-    return (
-        f"{times * base.epochs:.3g} passes over the data, {base.epochs:.3g} in the "
-        "base run"
-    )
+    return f"{times * base.epochs:.3g} epochs, {base.epochs:.3g} in the base run"
 
 
 def epochs_warning(base: BaseFigures, examples: float) -> str | None:
@@ -359,7 +356,7 @@ def epochs_warning(base: BaseFigures, examples: float) -> str | None:
     if times < _REPEATED or no_repeats:
         return None
     return (
-        f"Epochs: {epochs_in_words(base, examples)}. Repeated examples cost what a "
+        f"More epochs: {epochs_in_words(base, examples)}. Repeated examples cost what a "
         "larger batch saves: compare with a base run of as many examples "
         "(`ray-adascale train WORKLOAD --recipe FILE --total-examples "
         f"{examples:.0f}`)."

@@ -157,7 +157,7 @@ def test_a_run_that_is_not_worse_has_no_checks(value: float | None) -> None:
     assert len(verdict(value, {}).lines) == 1
 
 
-FIGURES = "3.2 passes over the data, 3.2 in the base run"
+FIGURES = "3.2 epochs, 3.2 in the base run"
 STEPS = "1 % of the steps clipped, 0 % skipped"
 
 
@@ -169,7 +169,7 @@ STEPS = "1 % of the steps clipped, 0 % skipped"
             {"examples": 14400},
             {},
             [
-                "Epochs: 4.8 passes over the data, 3.2 in the base run. Repeated "
+                "More epochs: 4.8 epochs, 3.2 in the base run. Repeated "
                 "examples cost what a larger batch saves: compare with a base run of "
                 "as many examples (`ray-adascale train WORKLOAD --recipe FILE "
                 "--total-examples 14400`)."
@@ -181,13 +181,13 @@ STEPS = "1 % of the steps clipped, 0 % skipped"
             {"examples": 14400},
             {"epochs": 0.5},
             [],
-            f"0.75 passes over the data, 0.5 in the base run; {STEPS}; efficiency 75 %",
+            f"0.75 epochs, 0.5 in the base run; {STEPS}; efficiency 75 %",
         ),
         (
             {"examples": 14400},
             {"epochs": None},
             [
-                "Epochs: 1.5 times the examples of the base run. Repeated examples "
+                "More epochs: 1.5 times the examples of the base run. Repeated examples "
                 "cost what a larger batch saves: compare with a base run of as many "
                 "examples (`ray-adascale train WORKLOAD --recipe FILE --total-examples "
                 "14400`)."
@@ -369,8 +369,10 @@ def test_the_end_of_a_classifier_with_repeated_examples_names_the_epochs(
     assert "(2 seeds), by" in text
     examples = run.source.position
     assert examples == 128 * run.summary()["optimizer_steps"]
-    epochs = f"{examples / EXAMPLES:.3g} passes over the data, 3 in the base run"
-    assert text.splitlines()[2].startswith(f"- Epochs: {epochs}. Repeated examples")
+    epochs = f"{examples / EXAMPLES:.3g} epochs, 3 in the base run"
+    assert text.splitlines()[2].startswith(
+        f"- More epochs: {epochs}. Repeated examples"
+    )
     # The named cause is the cause: a base run of as many examples is worse as well, by
     # more.
     fair = record_recipe(texts, {}, base_batch_size=8, total_steps=examples // 8)
@@ -384,7 +386,7 @@ def test_the_end_of_a_classifier_with_repeated_examples_names_the_epochs(
     described, whole = describe(tmp_path / "run")
     assert whole
     assert f"  verdict      {text.splitlines()[0]}" in described.splitlines()
-    assert f"    - Epochs: {epochs}" in described
+    assert f"    - More epochs: {epochs}" in described
     # A start after the end has it from the checkpoint.
     config = AdaScaleConfig(accumulation=16).with_recipe(found)
     again = Run.of(

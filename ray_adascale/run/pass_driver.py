@@ -47,7 +47,7 @@ class PassState(Enum):
     FAILED = "a backward pass of this step has ended in an exception"
 
 
-class Passes:
+class PassDriver:
     """Runs the passes of each optimizer step, and the step itself.
 
     The order of calls: for each pass :meth:`begin`, the user's forward pass,

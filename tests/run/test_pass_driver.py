@@ -15,16 +15,16 @@ from ray_adascale.batch import StepPlan
 from ray_adascale.data.order import MicroBatch
 from ray_adascale.run.guards.each_step import OnlyRunsBackward
 from ray_adascale.run.guards.guard import Guards
-from ray_adascale.run.passes import Passes
+from ray_adascale.run.pass_driver import PassDriver
 
 PLAN = StepPlan(base_batch_size=4, global_batch_size=8, workers=1, passes=2)
 
 
-def ends_step(passes: Passes) -> bool:
+def ends_step(driver: PassDriver) -> bool:
     """What ``Run.step`` does at the end of a pass."""
-    if passes.is_last:
+    if driver.is_last:
         return True
-    passes.end_pass()
+    driver.end_pass()
     return False
 
 
@@ -44,7 +44,7 @@ class Setup:
             base_batch_size=plan.base_batch_size,
             batch_size=plan.global_batch_size,
         )
-        self.passes = Passes(
+        self.driver = PassDriver(
             self.model,
             self.optimizer,
             scaler,
@@ -70,57 +70,57 @@ class Setup:
 
     def backward(self, index: int, examples: int = 4, *, last: int = 1) -> None:
         batch = self.batch(index, examples, last=last)
-        self.passes.begin(batch)
+        self.driver.begin(batch)
         loss = self.model(batch.batch).mean()
-        self.passes.begin_backward(loss)
-        self.passes.backward(loss, self.plan)
+        self.driver.begin_backward(loss)
+        self.driver.backward(loss, self.plan)
 
     def take_step(self) -> None:
         self.backward(0)
-        assert not ends_step(self.passes)
+        assert not ends_step(self.driver)
         self.backward(1)
-        assert ends_step(self.passes)
-        self.passes.step()
-        self.passes.end_step()
+        assert ends_step(self.driver)
+        self.driver.step()
+        self.driver.end_step()
 
 
 def test_calls_in_another_order_are_refused() -> None:
     setup = Setup()
-    passes, loss = setup.passes, torch.zeros(())
+    driver, loss = setup.driver, torch.zeros(())
     with pytest.raises(
         RuntimeError,
         match=r"once for each micro-batch of the run.*Loop over the run, not over a loader",
     ):
-        passes.begin_backward(loss)
+        driver.begin_backward(loss)
     with pytest.raises(RuntimeError, match="step comes later"):
-        passes.check_backward("step comes later")
-    passes.check_ended()  # no pass has begun
+        driver.check_backward("step comes later")
+    driver.check_ended()  # no pass has begun
 
-    passes.begin(setup.batch(0))
+    driver.begin(setup.batch(0))
     with pytest.raises(RuntimeError, match=r"went by without run\.step\(\)"):
-        passes.check_ended()
+        driver.check_ended()
     with pytest.raises(
         RuntimeError,
         match=r"step comes later.*write run\.backward\(loss\) in place of loss\.backward",
     ):
-        passes.check_backward("step comes later")
+        driver.check_backward("step comes later")
     with pytest.raises(ValueError, match=r"loss of shape \(2,\)\. Must be a scalar"):
-        passes.begin_backward(torch.zeros(2))
+        driver.begin_backward(torch.zeros(2))
     with pytest.raises(
         ValueError, match=r"loss of type float\. Must be a scalar tensor"
     ):
-        passes.begin_backward(0.5)  # type: ignore[arg-type]
+        driver.begin_backward(0.5)  # type: ignore[arg-type]
 
     setup.backward(0)
     with pytest.raises(RuntimeError, match="once for each micro-batch"):
-        passes.begin_backward(loss)
+        driver.begin_backward(loss)
     with pytest.raises(RuntimeError, match="went by without"):
-        passes.check_ended()
-    passes.check_backward("not raised")
-    assert not ends_step(passes)
-    passes.check_ended()
+        driver.check_ended()
+    driver.check_backward("not raised")
+    assert not ends_step(driver)
+    driver.check_ended()
     with pytest.raises(RuntimeError, match="step comes later"):
-        passes.check_backward("step comes later")  # of the next micro-batch
+        driver.check_backward("step comes later")  # of the next micro-batch
 
 
 @pytest.mark.parametrize(("scale", "passes"), [(1, 1), (1, 2), (2, 2)])
@@ -140,18 +140,18 @@ def test_a_second_loss_with_a_backward_pass_of_its_own_is_refused(
     def loop() -> None:
         for index in range(passes):
             if when == "instead":
-                setup.passes.begin(setup.batch(index, examples, last=passes - 1))
+                setup.driver.begin(setup.batch(index, examples, last=passes - 1))
                 own()
-                setup.passes.begin_backward(torch.zeros(()))
+                setup.driver.begin_backward(torch.zeros(()))
             if when == "before":
                 own()
             setup.backward(index, examples, last=passes - 1)
             if when == "after":
                 own()
-            if ends_step(setup.passes):
-                setup.passes.guards.step()
-                setup.passes.step()
-                setup.passes.end_step()
+            if ends_step(setup.driver):
+                setup.driver.guards.step()
+                setup.driver.step()
+                setup.driver.end_step()
 
     with pytest.raises(RuntimeError, match=r"[aA]dd the losses"):
         loop()
@@ -166,9 +166,9 @@ def test_gradients_of_before_the_loop_are_no_part_of_its_first_step() -> None:
         setup.optimizer.current.told(False)  # as before guard()
         if left:
             setup.model(setup.batch(0).batch).mean().backward()
-        with setup.passes.guard():
+        with setup.driver.guard():
             setup.backward(0)
-            assert not ends_step(setup.passes)
+            assert not ends_step(setup.driver)
             setup.backward(1)
             grads.append(setup.grad.clone())
     assert torch.equal(*grads)
@@ -176,22 +176,22 @@ def test_gradients_of_before_the_loop_are_no_part_of_its_first_step() -> None:
 
 def test_the_users_optimizer_is_guarded_after_a_step_that_failed() -> None:
     setup = Setup()
-    with setup.passes.guard():
+    with setup.driver.guard():
         setup.backward(0)
         with pytest.raises(RuntimeError):
-            setup.passes.step()  # AdaScale refuses a step after one of two passes
+            setup.driver.step()  # AdaScale refuses a step after one of two passes
         with pytest.raises(RuntimeError, match="in the loop beside"):
             setup.users.step()
 
 
 def test_no_pass_stays_open_after_the_loop() -> None:
     setup = Setup(precision="bf16")
-    with setup.passes.guard():
-        setup.passes.begin(setup.batch(0))
+    with setup.driver.guard():
+        setup.driver.begin(setup.batch(0))
         assert torch.is_autocast_enabled("cpu")
     assert not torch.is_autocast_enabled("cpu")
-    setup.passes.begin(setup.batch(0))
-    setup.passes.begin_backward(torch.zeros(()))
+    setup.driver.begin(setup.batch(0))
+    setup.driver.begin_backward(torch.zeros(()))
     assert not torch.is_autocast_enabled("cpu")  # forward passes alone
 
 
@@ -217,10 +217,10 @@ def test_gradients_that_change_between_passes_are_refused(how: str, when: str) -
     setup = Setup()
     setup.backward(0)
     if when == "after it":
-        assert not ends_step(setup.passes)
+        assert not ends_step(setup.driver)
     CHANGES[how](setup)
     if when == "before the pass ends":
-        assert not ends_step(setup.passes)
+        assert not ends_step(setup.driver)
     with pytest.raises(
         RuntimeError,
         match=r"changed between the passes of an optimizer step.* Delete optimizer\.zero_grad",
@@ -231,19 +231,19 @@ def test_gradients_that_change_between_passes_are_refused(how: str, when: str) -
 def test_gradients_may_change_after_the_last_pass() -> None:
     setup = Setup()
     setup.backward(0)
-    ends_step(setup.passes)
+    ends_step(setup.driver)
     setup.backward(1)
     change(setup)
-    assert ends_step(setup.passes)
+    assert ends_step(setup.driver)
 
 
 def test_gradients_are_compared_in_later_steps_too() -> None:
     setup = Setup()
-    with setup.passes.guard():
+    with setup.driver.guard():
         for _ in range(5):
             setup.take_step()
         setup.backward(0)
-        assert not ends_step(setup.passes)
+        assert not ends_step(setup.driver)
         change(setup)
         with pytest.raises(RuntimeError, match="changed between"):
             setup.backward(1)
@@ -254,11 +254,11 @@ def test_a_loss_without_a_gradient_says_what_to_look_at(how: str) -> None:
     setup = Setup()
     if how == "frozen":
         setup.model.requires_grad_(False)
-    setup.passes.begin(setup.batch(0))
+    setup.driver.begin(setup.batch(0))
     loss = setup.model(setup.batch(0).batch).mean().detach()
-    setup.passes.begin_backward(loss)
+    setup.driver.begin_backward(loss)
     with pytest.raises(RuntimeError, match="does not require grad") as caught:
-        setup.passes.backward(loss, setup.plan)
+        setup.driver.backward(loss, setup.plan)
     (note,) = caught.value.__notes__
     assert note.startswith(
         "In run.backward(loss): the loss depends on no trainable parameter."
@@ -271,14 +271,14 @@ def test_a_loss_of_another_model_is_refused_in_the_first_step() -> None:
     setup, other = Setup(), nn.Linear(1, 1).double()
     for index in range(2):
         batch = setup.batch(index)
-        setup.passes.begin(batch)
+        setup.driver.begin(batch)
         loss = other(batch.batch).mean()
-        setup.passes.begin_backward(loss)
+        setup.driver.begin_backward(loss)
         if index == 0:
-            setup.passes.backward(loss, setup.plan)
-            assert not ends_step(setup.passes)
+            setup.driver.backward(loss, setup.plan)
+            assert not ends_step(setup.driver)
     with pytest.raises(
         RuntimeError,
         match=r"no gradient has reached a parameter.*Compute the loss from run\.model",
     ):
-        setup.passes.backward(loss, setup.plan)
+        setup.driver.backward(loss, setup.plan)
