@@ -522,7 +522,8 @@ class CurrentStep:
             return
         self.workers.require_group()
         if self.observer is None:
-            self._correct_unseen()
+            if not self._told:
+                self._correct_unseen()
             return
         if self._told:
             raise RuntimeError(
