@@ -82,6 +82,7 @@ class Case:
             expected norm.
         poison: (step, worker) pairs: that worker's loss is not finite in the first pass
             of that step.
+        spike: Step whose loss is eight times as large; None: none.
         frozen: Steps in which the first layer is frozen.
         hooked: Step from which on a tensor hook triples the first parameter's gradient.
             It is registered in the loop of that start, and before everything else in
@@ -159,6 +160,7 @@ class Case:
     dtype: str = "float64"
     clip: float | str | None = None
     poison: tuple[tuple[int, int], ...] = ()
+    spike: int | None = None
     frozen: tuple[int, ...] = ()
     hooked: int | None = None
     caught: tuple[int, int] | None = None

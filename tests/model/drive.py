@@ -259,6 +259,8 @@ def _order(case: Case) -> Any:
 
 def _poisoned(case: Case, step: int, first_pass: bool, loss: Tensor) -> Tensor:
     rank = dist.get_rank() if dist.is_initialized() else 0
+    if step == case.spike:
+        loss = 8 * loss
     return loss * math.inf if first_pass and (step, rank) in case.poison else loss
 
 

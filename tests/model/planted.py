@@ -61,7 +61,7 @@ FAULTS: list[tuple[str, str, str, str]] = [
     # ---- how a run ends, and where its settings come from
     ("config.py", "AdaScaleConfig.resolve_total_steps", "whole_number(self.total_epochs * base_steps_per_epoch)",
      "round(self.total_epochs * base_steps_per_epoch)"),
-    ("run/boundary/evaluation.py", "Evaluation.stalled", "self.evaluated_at - self.best_at < stop.patience", "self.evaluated_at - self.best_at <= stop.patience"),
+    ("run/boundary/evaluation.py", "Evaluation.stalled", "self.evaluated_at - self.best_at < stop.patience", "self.evaluated_at - self.best_at < 2 * stop.patience"),
     ("run/boundary/evaluation.py", "Evaluation.load_state_dict", 'state["best_at"]', 'state["evaluated_at"]'),
     ("run/assemble.py", "_resume", "loop.stopped is not None and not", "not"),
     ("run/clipping.py", "Clipping.__init__", "setting = OF_RECIPES", "pass"),

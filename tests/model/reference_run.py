@@ -415,10 +415,12 @@ def samples_of(
                 g = gradient(
                     case, module, seen[k][p], factor * loss_scale, hooked=hooked
                 )
-            poisoned = p == 0 and (step, k) in case.poison
+            multiple = 8.0 if step == case.spike else 1.0
+            if p == 0 and (step, k) in case.poison:
+                multiple = math.inf
             samples.append(
                 {
-                    q: v * math.inf if poisoned and v is not None else v
+                    q: v * multiple if multiple != 1 and v is not None else v
                     for q, v in g.items()
                 }
             )
