@@ -93,8 +93,10 @@ def check_initial_rates(optimizer: Optimizer, scheduler: LRScheduler) -> None:
             "zip(optimizer.param_groups, scheduler.get_last_lr()): group['lr'] = lr. "
             "The run sets the schedule to starting_step."
         )
+    if type(scheduler) not in _BEGIN_AT_THE_BASE_RATE:
+        return  # a SequentialLR has no base_lrs
     base = [float(rate) for rate in scheduler.base_lrs]
-    if type(scheduler) in _BEGIN_AT_THE_BASE_RATE and rates != base:
+    if rates != base:
         raise ValueError(
             f"The fresh {type(scheduler).__name__} begins at {rates}, and not at the "
             f"learning rates of the optimizer, {base}: it was built after "

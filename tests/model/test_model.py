@@ -89,6 +89,8 @@ def test_runs_agree_with_the_literal_model(pool: Pool, part: int) -> None:
             frozen=(0, 2, 4, 6, 8),
             shuffle=False,
         ),
+        # A check of the first rates read base_lrs, which a SequentialLR has not.
+        Case(legs=(Leg(passes=2),), scheduler="sequential", starting=3),
     ],
 )
 def test_runs_that_once_differed(pool: Pool, case: Case) -> None:
