@@ -175,8 +175,9 @@ class IterableSource(BatchSource):
             warn_at_user(
                 f"The run resumes after {position} examples, but an iterable cannot be "
                 "resumed in mid-epoch: it restarts at its epoch's start, so some "
-                "examples are seen again and others not. Only map-style datasets "
-                "resume exactly."
+                "examples are seen again and others not. A map-style dataset resumes "
+                "exactly, and so does a stream with state_dict(), without "
+                "num_loader_workers or in torchdata's StatefulDataLoader."
             )
         # Back to the epoch's start, so that epochs count whole passes.
         self.position = (
