@@ -18,6 +18,7 @@ from .._errors import check_count
 from .._torch import uncompiled
 from .._warn import warn_on_first_worker
 from ..batch import StepPlan
+from ..chain import parts_of
 from ..gain import count_decay
 from ..optim.adascale import AdaScaleOptimizer
 from ..optim.next_state import Averaging, Smoothing
@@ -82,8 +83,8 @@ class AdaScale(AdaScaleOptimizer):
         base_batch_size: B0 in examples; with ``batch_size`` it gives the scale.
         batch_size: B in examples, over all workers and passes.
         rule: Maps a :class:`RuleInput` to (LR factor, clock increment). Default:
-            AdaScale's (r, r), as FairScale. For Adam and its like, whose default in a
-            Run is ``AdaScaleMemoryRule()``, a warning says so.
+            AdaScale's (r, r), as FairScale. With Adam, AdamW, Adamax and Lion a warning
+            names the default of a Run, ``AdaScaleMemoryRule()``.
         precondition: Maps (parameter, gradient) to the tensor that norms are taken of,
             for another metric than the Euclidean.
         model: The model. Needed for ``fully_shard``, and for a communication hook of
@@ -250,11 +251,13 @@ class AdaScaleWrapper(AdaScale):
 def _warn_of_betas(optimizer: Optimizer) -> None:
     """Warn if FairScale's rule is not that of a Run for the optimizer."""
     inner = optimizer.optim if isinstance(optimizer, OSS) else optimizer
-    kinds = type(inner).__mro__
-    if auto_rule(kind.__name__ for kind in kinds) == auto_rule([]):
+    parts = [type(part) for part, _ in parts_of(inner)]
+    kinds = [kind.__name__ for part in parts for kind in part.__mro__]
+    if auto_rule(kinds) == auto_rule([]):
         return
+    names = " and ".join(part.__name__ for part in parts)
     warn_on_first_worker(
-        f"AdaScale({kinds[0].__name__}) has FairScale's rule: it multiplies the "
+        f"AdaScale({names}) has FairScale's rule: it multiplies the "
         "learning rate by r and leaves the betas as they are. With it metrics fell "
         "behind the base run's (docs/results.md). Write AdaScale(..., "
         "rule=AdaScaleMemoryRule()). With rule=AdaScaleRule() FairScale's rule stays, "

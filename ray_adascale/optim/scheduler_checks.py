@@ -64,12 +64,11 @@ def check_scheduler(optimizer: Optimizer, scheduler: LRScheduler) -> None:
 
 _BEGIN_AT_THE_BASE_RATE = (
     schedulers.CosineAnnealingLR,
-    schedulers.CosineAnnealingWarmRestarts,
     schedulers.ExponentialLR,
     schedulers.PolynomialLR,
     schedulers.StepLR,
 )
-"""Schedulers whose first learning rate is that of the optimizer's constructor."""
+"""Schedulers whose first learning rate is the optimizer's own, to the last bit."""
 
 
 def check_initial_rates(optimizer: Optimizer, scheduler: LRScheduler) -> None:

@@ -262,8 +262,8 @@ class Run:
 
     @property
     def epoch(self) -> int:
-        """Epochs completed. See :attr:`base_epoch` for what a
-        base run does by its epoch.
+        """Epochs completed. See :attr:`base_epoch` for what a base run does by its
+        epoch.
         """
         return self.source.epoch
 

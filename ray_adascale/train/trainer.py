@@ -281,7 +281,8 @@ class AdaScaleTrainer(TorchTrainer):
             )
         refuse_credentials("hyperparameters", hyperparameters)
         self._failures = run_config.failure_config or ray.train.FailureConfig()
-        if config.elastic and not self._failures.max_failures:
+        is_range = isinstance(scaling_config.num_workers, tuple)
+        if is_range and not self._failures.max_failures:
             warn_at_user(
                 "The number of workers may change, and FailureConfig(max_failures=0), "
                 "Ray's default, ends the run when a worker is lost without notice. "

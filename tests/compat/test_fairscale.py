@@ -14,7 +14,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim import SGD
 
-from ray_adascale import OSS, AdaScale, AdaScaleMemoryRule, AdaScaleRule
+from ray_adascale import (
+    OSS,
+    AdaScale,
+    AdaScaleMemoryRule,
+    AdaScaleRule,
+    OptimizerChain,
+)
 from ray_adascale.compat.fairscale import AdaScaleWrapper
 
 from ..classifier import batches, make_model, weights
@@ -237,3 +243,12 @@ def test_fairscales_rule_for_adam_is_warned_of(
         and "rule=AdaScaleMemoryRule()" in text
         for text in texts
     )
+
+
+def test_fairscales_rule_is_warned_of_in_a_chain() -> None:
+    first, second = make_model(), make_model()
+    chain = OptimizerChain(
+        [SGD(first.parameters(), lr=0.1), torch.optim.AdamW(second.parameters())]
+    )
+    with pytest.warns(UserWarning, match=r"AdaScale\(SGD and AdamW\) has FairScale's"):
+        AdaScale(chain, num_gradients_to_accumulate=2)

@@ -416,6 +416,7 @@ def test_a_range_of_workers_without_restarts_is_warned_of(
         AdaScaleTrainer(
             workload,
             recipe=_recipe(),
+            config=AdaScaleConfig(elastic=True),  # also for a fixed number
             scaling_config=ScalingConfig(num_workers=workers),
             run_config=RunConfig(failure_config=FailureConfig(max_failures=failures)),
         )

@@ -1,5 +1,7 @@
-"""How far a worker is with the storing of a checkpoint, as it is told to the driver,
-whose process for messages loads no torch.
+"""The progress of a worker that stores a checkpoint.
+
+The driver's process for messages reads it. That process loads no torch, so neither does
+this module.
 """
 
 from __future__ import annotations
