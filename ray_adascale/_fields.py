@@ -72,7 +72,7 @@ def check_fields(owner: Any, called: str = "") -> None:
             *re.findall(r"\w+", literal[1]), *([None] if literal[2] else [])
         )
         if each.type == "bool":
-            by_type = _flag
+            by_type = flag
         if check := each.metadata.get("check", by_type):
             try:
                 object.__setattr__(
@@ -187,10 +187,6 @@ def must_be(
     return check
 
 
-def _flag(where: str, value: Any) -> bool:
-    return bool(value)
-
-
 def integer(minimum: int | None = 1) -> Check:
     return lambda where, value: check_count(where, value, minimum)
 
@@ -226,6 +222,13 @@ def optional(check: Check) -> Check:
     return lambda where, value: None if value is None else check(where, value)
 
 
+def _is_flag(value: Any) -> bool:
+    # NumPy, which is slow to load, has a class of its own
+    return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")
+
+
+flag = must_be("True or False", _is_flag, bool)
+"""A text such as "no" would be true."""
 number = must_be("a finite number", _is_finite, float)
 COUNT = by(integer())
 MAYBE_COUNT = by(optional(integer()))
@@ -256,3 +259,14 @@ def clip(where: str, value: Any) -> str | float | None:
         'such as "2x".'
     )
     raise SettingError(what, "", **{where: value})
+
+
+KEPT_SETTINGS: dict[str, Check] = {
+    "precision": one_of("fp32", "bf16", "fp16"),
+    "grad_clip": clip,
+    "shuffle": flag,
+    "drop_last": flag,
+}
+"""The settings of a run that a recipe keeps, because they change what the base run
+trains; and their checks.
+"""

@@ -6,15 +6,15 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ._errors import SettingError, clip_multiple, typed
 from ._fields import (
     COUNT,
+    KEPT_SETTINGS,
     MAYBE_COUNT,
     by,
     check_fields,
-    clip,
     hinting,
     integer,
     must_be,
@@ -207,7 +207,9 @@ class AdaScaleConfig:
     rule: str | ScalingRule = "auto"
     sharding: Literal["auto", "none", "oss", "zero2", "fsdp2"] = "auto"
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    grad_clip: str | float | None = field(default=None, metadata=by(clip))
+    grad_clip: str | float | None = field(
+        default=None, metadata=by(KEPT_SETTINGS["grad_clip"])
+    )
     averaging_window: float = field(default=0.05, metadata=by(positive()))
     measure_every: int | None = field(default=None, metadata=MAYBE_COUNT)
     seed: int = field(default=0, metadata=by(integer(None)))
@@ -272,6 +274,28 @@ class AdaScaleConfig:
             if field.init
         }
         return BatchSettings(**own | {"base_batch_size": base_batch_size})
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """The settings that a recipe keeps, as JSON values."""
+        kept = {name: getattr(self, name) for name in KEPT_SETTINGS}
+        if kept["grad_clip"] == math.inf:  # JSON has no ∞, and ∞ clips nothing
+            kept["grad_clip"] = None
+        return kept
+
+    def at_base_batch(self) -> AdaScaleConfig:
+        """Return these settings with one base batch a step, in one process."""
+        return replace(
+            self,
+            per_worker_batch_size=self.base_batch_size,
+            accumulation=1,
+            global_batch_size=None,
+            target_efficiency=None,
+            batch_schedule=None,
+            max_global_batch_size=None,
+            elastic=False,
+            sharding="none",
+        )
 
     def with_recipe(self, recipe: Recipe | None) -> AdaScaleConfig:
         """Return these settings with the base batch size, total steps and scheduler

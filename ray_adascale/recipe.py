@@ -22,15 +22,14 @@ import numpy as np
 from ._errors import RecipeError, SettingError, short
 from ._fields import (
     COUNT,
+    KEPT_SETTINGS,
     Check,
     by,
     check_fields,
-    clip,
     integer,
     json_object,
     must_be,
     number,
-    one_of,
     optional,
     within,
 )
@@ -65,12 +64,13 @@ def _texts(where: str, value: Any) -> dict[str, str]:
 
 def _settings(where: str, value: Any) -> dict[str, Any]:
     settings = json_object(where, value)
-    for name in settings.keys() - SETTINGS.keys():
+    for name in settings.keys() - KEPT_SETTINGS.keys():
         raise RecipeError(
-            f"Invalid {where}.{name}. Must be one of {', '.join(SETTINGS)}."
+            f"Invalid {where}.{name}. Must be one of {', '.join(KEPT_SETTINGS)}."
         )
     return {
-        name: SETTINGS[name](f"{where}.{name}", item) for name, item in settings.items()
+        name: KEPT_SETTINGS[name](f"{where}.{name}", item)
+        for name, item in settings.items()
     }
 
 
@@ -114,17 +114,6 @@ _text = must_be(
     lambda value: isinstance(value, str) and value != "",
     str.__str__,
 )
-
-
-SETTINGS: dict[str, Check] = {
-    "precision": one_of("fp32", "bf16", "fp16"),
-    "grad_clip": clip,
-    "shuffle": must_be("true or false", lambda value: isinstance(value, bool)),
-    "drop_last": must_be("true or false", lambda value: isinstance(value, bool)),
-}
-"""The fields of ``AdaScaleConfig`` that a recipe keeps, because they change what the
-base run trains; and their checks.
-"""
 
 
 # --- The recipe -----------------------------------------------------------------------

@@ -61,6 +61,12 @@ def test_a_misspelt_field_gets_a_hint() -> None:
             "Must be a positive number",
         ),
         ("num_loader_workers", [-1, True], [0, 4], "Must be an integer of at least 0"),
+        (
+            "shuffle drop_last elastic find_unused_parameters accept_changes",
+            ["no", "false", 0, None],
+            [True, False],
+            "Must be True or False",
+        ),
         ("scheduler_unit", ["batch"], [None, "step", "epoch"], "Must be one of"),
         (
             "sharding",

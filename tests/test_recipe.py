@@ -376,7 +376,7 @@ def test_a_damaged_field_is_named_or_noticed(
         ),
         (
             lambda d: d.update(settings={"shuffle": 1}),
-            r"Invalid settings.shuffle=1. Must be true or false",
+            r"Invalid settings.shuffle=1. Must be True or False",
         ),
         (
             lambda d: d.update(settings={"rule": "linear"}),

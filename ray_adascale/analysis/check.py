@@ -7,12 +7,11 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from .._errors import as_sentences
 from .._torch import leaves
-from ..batch import BatchSettings
 from ..config import AdaScaleConfig, read_settings
 from ..data.head import examples_of
 from ..forecast.replay import Forecaster
@@ -169,13 +168,7 @@ def _epochs_at_scale(rule: Any, recipe: Recipe | None) -> list[Finding]:
 def _at_base_batch(config: AdaScaleConfig, recipe: Recipe | None) -> AdaScaleConfig:
     """Return the settings of a run at the base batch on one worker."""
     config = read_settings(config).with_recipe(recipe)
-    batch = (
-        each
-        for each in fields(BatchSettings)
-        if each.init and each.name != "base_batch_size"
-    )
-    fixed: dict[str, Any] = {each.name: each.default for each in batch}
-    return replace(config, **fixed, sharding="none", num_loader_workers=0)
+    return replace(config.at_base_batch(), num_loader_workers=0)
 
 
 def _pass(run: Run, built: Workload) -> list[Finding]:

@@ -26,6 +26,11 @@ class Command(ABC):
     """A command of ``ray-adascale``. Its options are its fields; its docstring, up to
     the fields, begins its help.
 
+    Attributes:
+        settings: The options of ``others`` that were typed, by name, without defaults.
+            Some mean something because they were typed: they contradict a recipe, or
+            change what a run was started with.
+
     Fields of the class:
         others: Dataclasses whose fields are options as well. The given ones are in
         ``settings``.

@@ -154,7 +154,6 @@ class Train(OnRay, WorkerOptions):
 
         recipe = Recipe.load(self.recipe)
         base = recipe.base_batch_size
-        usual = {field.name: field.default for field in fields(AdaScaleConfig)}
         settings = {
             **(recipe.settings or {}),
             "base_batch_size": base,
@@ -178,12 +177,7 @@ class Train(OnRay, WorkerOptions):
             recipe=None,
             total_examples=None,
             overrides=[*found, *self.overrides],
-            settings=self.settings
-            | {
-                name: value
-                for name, value in settings.items()
-                if value is not None and value != usual[name]
-            },
+            settings=self.settings | settings,
         )
 
     def with_files_found(self) -> Train:

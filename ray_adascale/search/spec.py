@@ -27,7 +27,7 @@ from .._fields import json_value
 from .._files import SEARCH, join, read_json, read_text, write_json
 from ..analysis.runs import is_number
 from ..config import AdaScaleConfig
-from ..run.base.base_run import base_config, kept_settings, workload_name
+from ..run.base.base_run import base_config, workload_name
 from .search import Search
 from .trial import EPOCHS
 
@@ -207,7 +207,7 @@ class SearchSpec:
             **{name: getattr(self.trial_config, name) for name in settings},
             "num_samples": self.search.num_samples,
             "probe_every": self.search.probe_every,
-            "config": kept_settings(self.trial_config),
+            "config": self.trial_config.kept,
             "num_workers": None
             if self.search.scaling_config is None
             else self.search.scaling_config.num_workers,

@@ -25,7 +25,7 @@ from ..._warn import warn_at_user
 from ...chain import largest_part
 from ...config import AdaScaleConfig, read_settings
 from ...optim.schedule import BaseSchedule
-from ...recipe import SETTINGS, NoiseProbe, Recipe, Repeat
+from ...recipe import NoiseProbe, Recipe, Repeat
 from ...workload import (
     SEEDS_ITSELF,
     Workload,
@@ -243,7 +243,7 @@ def freeze(
         },
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         repeats=list(repeats),
-        settings=kept_settings(config),
+        settings=config.kept,
         momentum=outcome.momentum.value,
     )
 
@@ -279,18 +279,9 @@ def base_config(
                 **{name: theirs},
             )
     base = replace(
-        config,
-        base_batch_size=base_batch_size,
+        replace(config, base_batch_size=base_batch_size).at_base_batch(),
         total_steps=total_steps,
         total_epochs=total_epochs,
-        per_worker_batch_size=base_batch_size,
-        global_batch_size=None,
-        accumulation=1,
-        target_efficiency=None,
-        batch_schedule=None,
-        max_global_batch_size=None,
-        elastic=False,
-        sharding="none",
         # at S = 1 all rules are the same, and this one does not warn of optimizers
         # other than SGD
         rule="unscaled",
@@ -317,14 +308,6 @@ def momentum_of(optimizer: Optimizer) -> Momentum:
     return Momentum(
         float(value) if 0 <= value < 1 else 0.0, is_beta, class_name(largest)
     )
-
-
-def kept_settings(base: AdaScaleConfig) -> dict[str, Any]:
-    """Return the settings of the base run that its recipe keeps."""
-    kept = {name: getattr(base, name) for name in SETTINGS}
-    if kept["grad_clip"] == math.inf:  # JSON has no ∞, and ∞ clips nothing
-        kept["grad_clip"] = None
-    return kept
 
 
 def train_base(

@@ -22,7 +22,6 @@ from ray_adascale.run.base.base_run import (
     BaseResult,
     base_config,
     freeze,
-    kept_settings,
     record_recipe,
     train_base,
 )
@@ -70,7 +69,7 @@ def test_a_recipe_keeps_the_settings_that_change_what_is_trained() -> None:
         "drop_last": True,
     }
     unclipped = base_config(AdaScaleConfig(grad_clip=math.inf), 8, 4, None, seed=0)
-    assert kept_settings(unclipped)["grad_clip"] is None  # JSON has no ∞
+    assert unclipped.kept["grad_clip"] is None  # JSON has no ∞
 
 
 OUTCOME = BaseResult(
