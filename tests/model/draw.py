@@ -40,7 +40,9 @@ def refusal(case: Case) -> str | None:
     )
     fewest_rows = min((len(p) for p in matrices), default=99)
     for i, leg in enumerate(case.legs):
-        batch, _ = batch_of(leg)
+        start = sum(each.steps or 0 for each in case.legs[:i])
+        changed = [passes for step, passes in case.changes if step <= start]
+        batch, _ = batch_of(replace(leg, passes=changed[-1]) if changed else leg)
         sharding = leg.sharding if leg.workers > 1 else "none"
         before = case.legs[max(i - 1, 0)]
         found += [
