@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .._torch import Versions, versions
 from ..batch import StepPlan
 from ..data.order import MicroBatch
 from ..optim.adascale import AdaScaleOptimizer
@@ -301,21 +302,22 @@ class PassDriver:
 
 
 class _FreshCasts:
-    """A forward hook that clears autocast's casts of the weights as the loop goes from
-    training to an evaluation of its own, or back.
+    """A forward hook that clears autocast's casts of the weights if the loop has
+    written to the weights, or has gone from training to an evaluation of its own or
+    back.
 
-    Autocast is open from the micro-batch to its backward pass, and keeps the casts. The
-    weights may have changed: LoRA layers merge in eval mode, and an optimizer's
-    ``eval()``, or the loop, swaps an average in.
+    Autocast is open from the micro-batch to its backward pass, and keeps the casts.
+    LoRA layers merge in eval mode, and an optimizer's ``eval()`` swaps an average in:
+    either may write where autograd counts no write.
     """
 
     def __init__(self) -> None:
-        self._phase = True, True
+        self._seen: tuple[bool, bool, Versions] | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        phase = module.training, torch.is_grad_enabled()
-        if phase != self._phase:
-            self._phase = phase
+        now = module.training, torch.is_grad_enabled(), versions(module.parameters())
+        if now != self._seen:
+            self._seen = now
             torch.clear_autocast_cache()
 
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -662,6 +663,34 @@ def _taught(sharding: str) -> int:
 
 def test_a_teacher_that_the_first_pass_makes_is_no_new_part() -> None:
     assert _taught("none") == STEPS
+
+
+@pytest.mark.parametrize("sharding", ["none", "oss", "zero2"])
+def test_on_several_workers_a_teacher_is_no_new_part(pool: Any, sharding: str) -> None:
+    # with a batch of 16 each step is worth at least one step of the base run
+    assert all(0 < steps <= STEPS for steps in pool(2).run(_taught, sharding))
+
+
+def _as_safetensors(sharding: str, folder: Path) -> bool:
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    run = make_run(model, sharding=sharding)
+    drive(run)
+    path = folder / f"rank{dist.get_rank()}.safetensors"
+    save_file(run.module.state_dict(), path)
+    loaded = load_file(path)
+    return all(
+        torch.equal(loaded[name], value)
+        for name, value in run.module.state_dict().items()
+    )
+
+
+@pytest.mark.parametrize("sharding", ["none", "oss", "zero2"])
+def test_the_weights_can_be_saved_as_safetensors(
+    pool: Any, tmp_path: Path, sharding: str
+) -> None:
+    """It refuses tensors of one storage, such as views of a bucket."""
+    assert all(pool(2).run(_as_safetensors, sharding, tmp_path))
 
 
 def frozen_layer(model: nn.Sequential) -> None:
@@ -1308,13 +1337,20 @@ def test_a_backward_pass_in_evaluate_is_told_of_autograd(accumulation: int) -> N
         trained("backward")
 
 
-@pytest.mark.parametrize("how", ["merged", "swapped"])
+@pytest.mark.parametrize("how", ["merged", "swapped", "perturbed"])
 def test_an_evaluation_before_the_backward_pass_leaves_no_stale_casts(how: str) -> None:
     """Autocast kept the casts of the weights that the evaluation had."""
 
     def evaluation(run: Run) -> None:
         weight = run.module[0].weight
         kept = weight.detach().clone()
+        if how == "perturbed":  # in train mode, with gradients on
+            with torch.no_grad():
+                weight.mul_(-2.0)
+            run.module(data().tensors[0])
+            with torch.no_grad():
+                weight.copy_(kept)
+            return
         with torch.no_grad():
             run.module.eval()
             if how == "swapped":
