@@ -322,7 +322,7 @@ class AdaScaleAlgorithm:
         self._end_step()
 
     def _warn_of_skip(self) -> None:
-        if self._current.infers and not self._current.scales_loss:
+        if self._current.is_users_loop and not self._current.scales_loss:
             self._first_skipped.read(self.state.last.steps)
 
     def _leave_out(self, step: StepResult) -> None:

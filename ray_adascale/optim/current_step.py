@@ -138,7 +138,7 @@ class CurrentStep:
         self.weights: Sequence[float] | None = None
         self.by_units = False
         self.replicated: Tensor | None = None
-        self._told = False
+        self._of_run = False
         self._unhooked = False
         self._checked = False
         self.skipped_by_scaler = False
@@ -201,19 +201,20 @@ class CurrentStep:
         """Whether there was a backward pass, and the step's last is yet to come."""
         return self.step.under_way and self.step.last_plan is None
 
-    def told(self, told: bool) -> None:
-        """Leave it to the loop to tell of its passes, or infer them again. At a step
+    def set_loop(self, *, of_run: bool) -> None:
+        """Set whose loop makes the passes to come: that of a ``Run``, which begins and
+        ends each of them here, or the user's, whose passes are inferred. At a step
         boundary.
         """
-        self._told = told
-        self._unchanged.told = told
+        self._of_run = of_run
+        self._unchanged.of_run = of_run
         self._notice_foreign()
         self._watch()
 
     @property
-    def infers(self) -> bool:
-        """Whether the loop does not tell of its passes: it is the user's."""
-        return not self._told
+    def is_users_loop(self) -> bool:
+        """Whether the passes are inferred, see :meth:`set_loop`."""
+        return not self._of_run
 
     def declare(self, plan: StepPlan) -> None:
         """Set the plan of the steps from the next one on. At a step boundary."""
@@ -270,7 +271,7 @@ class CurrentStep:
             if current is not None and not current.step.passing:
                 raise RuntimeError(FOREIGN_PASS)
 
-        if self._told and self.observer is None:
+        if self._of_run and self.observer is None:
             self._notice = on_pass(self.params, notice)
 
     def _attach(self) -> None:
@@ -306,7 +307,7 @@ class CurrentStep:
         self._detach()
         self.sharding = sharding_of(self.sharding.optimizer, self.sharding.model)
         self._attach()
-        if not self._told:
+        if not self._of_run:
             self._watch()
 
     def _detach(self) -> None:
@@ -366,9 +367,9 @@ class CurrentStep:
 
     def discard_passes(self) -> None:
         """Clear the passes since the last step."""
-        if self._told and self.accumulating:
+        if self._of_run and self.accumulating:
             raise RuntimeError(CLEARED[True])
-        if not self._told:
+        if not self._of_run:
             self.refresh()
         if self.step.under_way or (self.observer is not None and self.step.sent):
             self.skipped_by_scaler |= self.step.sums is not None and self.scales_loss
@@ -440,7 +441,7 @@ class CurrentStep:
         step = self.step
         step.measured = self.measured
         if self.observer is not None:
-            if self._told:
+            if self._of_run:
                 self.observer.ignore(not step.measured)
             if not step.passing:
                 fault = self._unchanged.fault(self.sharding.accumulated)
@@ -456,7 +457,7 @@ class CurrentStep:
         """Begin a pass at its first gradient, unless the loop has; return whether it
         is the step's last.
         """
-        if self._told:
+        if self._of_run:
             if not self.step.passing:
                 raise RuntimeError(FOREIGN_PASS)
             return self.step.last_plan is not None
@@ -468,7 +469,7 @@ class CurrentStep:
         Reduced gradients may still be on their way.
         """
         step = self.step
-        if not self._told:
+        if not self._of_run:
             self.inferred.made += 1
         if not step.passing or step.local_ended:
             return
@@ -481,7 +482,7 @@ class CurrentStep:
             self._send({}, step.last_plan, seen=True)
 
     def on_reduced(self, observer: GradientObserver) -> None:
-        if not self._told:
+        if not self._of_run:
             self.end_pass()
 
     def end_pass(self) -> None:
@@ -492,11 +493,11 @@ class CurrentStep:
                 step.norms.append(self._no_norms())
             if step.last_plan is not None:
                 self._sum_own(step.last_plan)
-            elif self._told or self._measured_steps:
+            elif self._of_run or self._measured_steps:
                 # A loop that does not tell: not in its first step, where DDP may
                 # rebuild its buckets.
                 self._unchanged.note(self.sharding.accumulated(), one=not step.measured)
-            if self._told:
+            if self._of_run:
                 self.observer.ignore(False)
         step.passing = False
 
@@ -522,10 +523,10 @@ class CurrentStep:
             return
         self.workers.require_group()
         if self.observer is None:
-            if not self._told:
+            if not self._of_run:
                 self._correct_unseen()
             return
-        if self._told:
+        if self._of_run:
             raise RuntimeError(
                 f"{caller}() comes before the backward pass of the step's last "
                 "micro-batch. In a loop over the run, run.backward() reduces the "
@@ -659,7 +660,7 @@ class CurrentStep:
         self._next(self.ended + 1, unsampled)
         if self.observer is not None:
             self._watch()
-            if not self._told:
+            if not self._of_run:
                 self.inferred.end_step(self)
 
     # ---- the sums over the workers ---------------------------------------------------
@@ -695,7 +696,7 @@ class CurrentStep:
     @property
     def _compares_weights(self) -> bool:
         """Whether the weights of a measured step travel; alike on all workers."""
-        if self._told:
+        if self._of_run:
             return self.by_units
         return self.workers.reduce or self.weights is not None
 

@@ -30,11 +30,11 @@ class UnchangedGradients:
     clips or scales them.
 
     Attributes:
-        told: Whether the loop is that of a ``Run``, which clears gradients itself.
+        of_run: Whether the loop is that of a ``Run``, which clears gradients itself.
     """
 
     def __init__(self) -> None:
-        self.told = False
+        self.of_run = False
         self._left: Versions | None = None
         self._noted = slice(None)
 
@@ -68,8 +68,8 @@ class UnchangedGradients:
             return None
         for then, after in zip(self._left, now, strict=False):
             if then is not None and after is None:
-                return CLEARED[self.told]
-        return _CHANGED[self.told]
+                return CLEARED[self.of_run]
+        return _CHANGED[self.of_run]
 
     def forget(self) -> None:
         """The step has ended, or its gradients were cleared."""

@@ -133,11 +133,11 @@ class PassDriver:
             self._users_optimizer.in_loop(),
             self._fresh_casts(),
         ):
-            self._current.told(True)
+            self._current.set_loop(of_run=True)
             try:
                 yield
             finally:
-                self._current.told(False)
+                self._current.set_loop(of_run=False)
                 self._autocast.close()
                 self._sharding.end_pass()
 

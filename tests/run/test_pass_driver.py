@@ -54,7 +54,7 @@ class Setup:
             sharding=self.optimizer.current.sharding,
             guards=Guards([OnlyRunsBackward(self.optimizer)]),
         )
-        self.optimizer.current.told(True)  # as within guard()
+        self.optimizer.current.set_loop(of_run=True)  # as within guard()
 
     @property
     def grad(self) -> Tensor:
@@ -163,7 +163,7 @@ def test_gradients_of_before_the_loop_are_no_part_of_its_first_step() -> None:
     grads = []
     for left in (False, True):
         setup = Setup()
-        setup.optimizer.current.told(False)  # as before guard()
+        setup.optimizer.current.set_loop(of_run=False)  # as before guard()
         if left:
             setup.model(setup.batch(0).batch).mean().backward()
         with setup.driver.guard():
