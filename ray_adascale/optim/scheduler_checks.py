@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as schedulers
@@ -62,13 +64,34 @@ def check_scheduler(optimizer: Optimizer, scheduler: LRScheduler) -> None:
         )
 
 
-_BEGIN_AT_THE_BASE_RATE = (
-    schedulers.CosineAnnealingLR,
-    schedulers.ExponentialLR,
-    schedulers.PolynomialLR,
-    schedulers.StepLR,
-)
-"""Schedulers whose first learning rate is the optimizer's own, to the last bit."""
+_FIRST_FACTORS: dict[type[LRScheduler], Callable[[Any], float]] = {
+    schedulers.ConstantLR: lambda constant: constant.factor,
+    schedulers.CosineAnnealingLR: lambda _: 1.0,
+    schedulers.ExponentialLR: lambda _: 1.0,
+    schedulers.LinearLR: lambda linear: linear.start_factor,
+    schedulers.MultiplicativeLR: lambda _: 1.0,
+    schedulers.MultiStepLR: lambda steps: steps.gamma ** steps.milestones[0],
+    schedulers.PolynomialLR: lambda _: 1.0,
+    schedulers.StepLR: lambda _: 1.0,
+}
+"""What a scheduler makes of the optimizer's learning rate at step 0.
+
+The others are right when they are built on loaded rates: LambdaLR,
+CosineAnnealingWarmRestarts, CyclicLR and OneCycleLR compute their rates anew, and
+SequentialLR sets the rates back first.
+"""
+
+
+def _first_factor(scheduler: LRScheduler) -> float | None:
+    """Return what a scheduler makes of the optimizer's learning rate at step 0; None if
+    it is unknown.
+    """
+    if type(scheduler) is schedulers.ChainedScheduler:
+        factors = [_first_factor(inner) for inner in scheduler._schedulers]
+        known = [factor for factor in factors if factor is not None]
+        return math.prod(known) if len(known) == len(factors) else None
+    found = _FIRST_FACTORS.get(type(scheduler))
+    return None if found is None else found(scheduler)
 
 
 def check_initial_rates(optimizer: Optimizer, scheduler: LRScheduler) -> None:
@@ -92,17 +115,26 @@ def check_initial_rates(optimizer: Optimizer, scheduler: LRScheduler) -> None:
             "zip(optimizer.param_groups, scheduler.get_last_lr()): group['lr'] = lr. "
             "The run sets the schedule to starting_step."
         )
-    if type(scheduler) not in _BEGIN_AT_THE_BASE_RATE:
-        return  # a SequentialLR has no base_lrs
-    base = [float(rate) for rate in scheduler.base_lrs]
-    if rates != base:
+    factor = _first_factor(scheduler)
+    if factor is None:
+        return
+    base = [float(group["initial_lr"]) for group in scheduler.optimizer.param_groups]
+    expected = [rate * factor for rate in base]
+    # inner schedulers may have multiplied in another order
+    if not all(map(_close, rates, expected)):
         raise ValueError(
-            f"The fresh {type(scheduler).__name__} begins at {rates}, and not at the "
-            f"learning rates of the optimizer, {base}: it was built after "
-            "optimizer.load_state_dict(), which has loaded those of another step. "
-            "Build the scheduler before it. After it set the rates back: for group, lr "
-            "in zip(optimizer.param_groups, scheduler.get_last_lr()): group['lr'] = lr."
+            f"The fresh {type(scheduler).__name__} begins at {rates}. From the learning "
+            f"rates of the optimizer, {base}, it would begin at {expected}: it was "
+            "built after optimizer.load_state_dict(), which has loaded those of another "
+            "step. Build the scheduler before it. After it set the rates back: for "
+            "group, lr in zip(optimizer.param_groups, scheduler.get_last_lr()): "
+            "group['lr'] = lr."
         )
+
+
+def _close(a: float, b: float) -> bool:
+    """Return whether two numbers differ by a rounding of single precision at most."""
+    return math.isclose(a, b, rel_tol=1e-6)
 
 
 def torchs_own_hint(scheduler: object) -> str:

@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim import lr_scheduler as schedulers
 from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, LocalBackend, Run
 from ray_adascale._torch import is_dtensor
+from ray_adascale.optim.scheduler_checks import check_initial_rates
 
 T, DONE = 24, 9
 
@@ -109,22 +111,104 @@ def test_the_learning_rates_of_the_other_programs_step_are_refused() -> None:
         trained(from_elsewhere(), start=DONE)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T),
-        lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5),
-    ],
-)
-def test_a_scheduler_that_is_built_on_the_loaded_rates_is_refused(make: Any) -> None:
+BUILT_ON_LOADED_RATES = {
+    "cosine": lambda o: schedulers.CosineAnnealingLR(o, T),
+    "steps": lambda o: schedulers.StepLR(o, 4, 0.5),
+    "milestones": lambda o: schedulers.MultiStepLR(o, [4, 12], 0.5),
+    "milestone-0": lambda o: schedulers.MultiStepLR(o, [0, 0, 12], 0.5),
+    "constant": lambda o: schedulers.ConstantLR(o, 0.5, 4),
+    "linear": lambda o: schedulers.LinearLR(o, 0.5, total_iters=4),
+    "factors": lambda o: schedulers.MultiplicativeLR(o, lambda _: 0.95),
+    "chain": lambda o: schedulers.ChainedScheduler(
+        [schedulers.LinearLR(o, 0.3, total_iters=4), schedulers.ExponentialLR(o, 0.9)]
+    ),
+    "chain-of-milestones": lambda o: schedulers.ChainedScheduler(
+        [schedulers.MultiStepLR(o, [4], 0.1), schedulers.ConstantLR(o, 0.7, 4)]
+    ),
+}
+"""Schedulers that a loaded learning rate makes another curve of."""
+ON_ANY_RATES = {
+    "lambda": lambda o: schedulers.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "restarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, 5, eta_min=0.01),
+    "one-cycle": lambda o: schedulers.OneCycleLR(
+        o, 0.5, total_steps=T, cycle_momentum=False
+    ),
+    "sequence": lambda o: schedulers.SequentialLR(
+        o,
+        [schedulers.ConstantLR(o, 0.5, 4), schedulers.MultiStepLR(o, [4], 0.5)],
+        [4],
+    ),
+    "sequence-of-chain": lambda o: schedulers.SequentialLR(
+        o,
+        [
+            schedulers.ChainedScheduler(
+                [
+                    schedulers.LinearLR(o, 0.5, total_iters=4),
+                    schedulers.ExponentialLR(o, 0.9),
+                ]
+            ),
+            schedulers.StepLR(o, 3),
+        ],
+        [8],
+    ),
+    "chain-with-lambda": lambda o: schedulers.ChainedScheduler(
+        [
+            schedulers.LambdaLR(o, lambda step: 1 / (1 + step)),
+            schedulers.ExponentialLR(o, 0.9),
+        ]
+    ),
+}
+"""Schedulers whose curve is the same on a loaded learning rate."""
+
+
+def fresh(make: Any) -> Any:
+    model, _, _ = pieces()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    return model, optimizer, make(optimizer)
+
+
+def loaded(make: Any) -> Any:
+    """Return the pieces with a scheduler that is built on the optimizer of a later
+    step.
+    """
     model, optimizer, _ = from_elsewhere()
     saved = optimizer.state_dict()
     saved["param_groups"][0]["lr"] = 0.05
     optimizer.load_state_dict(saved)
+    return model, optimizer, make(optimizer)
+
+
+def curve(parts: Any) -> list[float]:
+    _, optimizer, scheduler = parts
+    rates = []
+    for _ in range(T):
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # of a chain
+@pytest.mark.parametrize("kind", [*BUILT_ON_LOADED_RATES, *ON_ANY_RATES])
+def test_a_scheduler_that_loaded_rates_change_is_refused_and_no_other(
+    kind: str,
+) -> None:
+    make = (BUILT_ON_LOADED_RATES | ON_ANY_RATES)[kind]
+    check_initial_rates(*fresh(make)[1:])
+    changed = curve(loaded(make)) != pytest.approx(curve(fresh(make)))
+    assert changed == (kind in BUILT_ON_LOADED_RATES)
+    if not changed:
+        check_initial_rates(*loaded(make)[1:])
+        return
+    with pytest.raises(ValueError, match=r"optimizer, \[0\.2\].*Build the sch"):
+        check_initial_rates(*loaded(make)[1:])
+
+
+def test_a_run_refuses_a_scheduler_that_is_built_on_loaded_rates() -> None:
     with pytest.raises(
-        ValueError, match=r"begins at \[0\.05\].*optimizer, \[0\.2\].*Build the sch"
+        ValueError, match=r"ChainedScheduler begins at \[0\.015\]\. .* at \[0\.06\]"
     ):
-        trained((model, optimizer, make(optimizer)), start=DONE)
+        trained(loaded(BUILT_ON_LOADED_RATES["chain"]), start=DONE)
 
 
 @pytest.mark.parametrize(
