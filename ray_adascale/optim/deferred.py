@@ -111,10 +111,10 @@ def fill_momentum(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         if group.get("momentum", 0) != 0:
             for p in group["params"]:
-                if (
-                    p.requires_grad
-                    and optimizer.state[p].get("momentum_buffer") is None
-                ):
+                # zero2's shard of a parameter that was frozen at first has a gradient,
+                # and requires none
+                stepped = p.requires_grad or p.grad is not None
+                if stepped and optimizer.state[p].get("momentum_buffer") is None:
                     optimizer.state[p]["momentum_buffer"] = torch.zeros_like(
                         p, requires_grad=False
                     )

@@ -700,9 +700,8 @@ def _own_loop(case: Case, number: int, taken: int, folder: str) -> _Result:
     if case.unhooked is not None and case.unhooked < taken:
         ada.unhook()
 
-    def announce(now: int) -> None:
+    def announce(now: int, full: StepPlan) -> None:
         """Tell AdaScale of the passes of the next step, which has fewer than others."""
-        full = ada.plan
         scale = None if case.told == 1 else case.told * full.scale * now / full.passes
         divisor = passes if case.divided else None
         if case.ends:
@@ -712,11 +711,15 @@ def _own_loop(case: Case, number: int, taken: int, folder: str) -> _Result:
             ada.expect_passes(now, scale=scale, loss_divided_by=divisor)
 
     def make_passes(
-        step: int, now: int, batches: list[list[int]], fails: tuple[int, int] | None
+        step: int,
+        now: int,
+        full: StepPlan,
+        batches: list[list[int]],
+        fails: tuple[int, int] | None,
     ) -> None:
         divisor = passes if case.divided else now
         if now != passes:
-            announce(now)
+            announce(now, full)
         weights: list[float] = []
         if case.units:
             units = [[sum(map(units_of, part)) for part in own] for own in seen]
@@ -773,14 +776,15 @@ def _own_loop(case: Case, number: int, taken: int, folder: str) -> _Result:
         _look(case, module, step)
         if step == case.hooked:
             _hook(module)
+        full = ada.plan  # before a first try makes it shorter
         try:
-            make_passes(step, now, seen[rank], case.caught)
+            make_passes(step, now, full, seen[rank], case.caught)
         except _PlantedError:
             # A pass that has failed before any gradient was accumulated has not begun
             # for AdaScale, which has to be told.
             begun = ada.current.step.passing
             (module if begun else ada).zero_grad()  # AdaScale does not see the module's
-            make_passes(step, now, seen[rank], None)
+            make_passes(step, now, full, seen[rank], None)
         if not case.scaled_loss:
             assert isinstance(ada, AdaScale)
             ada.current.ensure_summed(scaled=True)

@@ -89,6 +89,21 @@ def test_runs_agree_with_the_literal_model(pool: Pool, part: int) -> None:
             frozen=(0, 2, 4, 6, 8),
             shuffle=False,
         ),
+        # A layer that is frozen as zero2 is built had a first momentum buffer of its
+        # own, without the dampening of m^√r.
+        Case(
+            legs=(Leg(workers=2, per_worker=5, base=5, sharding="zero2"),),
+            momentum=0.5,
+            rule="adascale_memory",
+            frozen=(0, 2, 4, 6, 8),
+        ),
+        # Fused steps of two workers ended one step late after the last evaluation.
+        Case(
+            legs=(Leg(workers=2, per_worker=3, base=6, total=14),),
+            fused=True,
+            evaluate=2.5,
+            patience=(3.0, "max"),
+        ),
         # A check of the first rates read base_lrs, which a SequentialLR has not.
         Case(legs=(Leg(passes=2),), scheduler="sequential", starting=3),
     ],

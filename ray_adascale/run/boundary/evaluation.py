@@ -69,6 +69,10 @@ class Evaluation(Stage):
         self.best: float | None = None
         self.best_at = -1.0
         self.evaluated_step = -1
+        # Whether the next step is read at once, on all workers: with it rank 0 sends
+        # whether the evaluation was the last one. Else a fused step would be read one
+        # step later, or at once where a checkpoint is due.
+        self._awaits_stop = False
         self.untrained: dict[str, Any] = {}
         if early_stop is not None:
             self.timer = ALWAYS
@@ -149,6 +153,8 @@ class Evaluation(Stage):
     def next_tau(self) -> float:
         if self._evaluate is None:
             return math.inf
+        if self._awaits_stop:
+            return self.evaluated_at
         return (
             (max(self.evaluated_at, 0.0) // self._every + 1) * self._every * (1 - 1e-12)
         )
@@ -162,8 +168,10 @@ class Evaluation(Stage):
     def act(self, run: RunAtBoundary, flags: int) -> str | None:
         if flags & BoundaryFlags.STALLED:
             return self._reason()
+        self._awaits_stop = False
         if self.due_by(run.effective_steps):
             self._run(run)
+            self._awaits_stop = self._early_stop is not None
         return None
 
     def finish(self, run: RunAtBoundary) -> None:
@@ -206,6 +214,7 @@ class Evaluation(Stage):
         self.evaluated_at = state["evaluated_at"]
         self.best = state["best"]
         self.best_at = state["best_at"]
+        self._awaits_stop = self._early_stop is not None  # it may just have ended
 
     def _reason(self) -> str:
         stop = self._early_stop
