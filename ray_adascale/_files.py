@@ -10,6 +10,7 @@ import contextlib
 import errno
 import functools
 import json
+import logging
 import os
 import re
 import shutil
@@ -51,6 +52,14 @@ _STORE_PAUSE_S = 30.0
 
 ANSWER_LIMIT_S = 10.0
 """Seconds for which the end of a run waits for an answer of its storage."""
+
+STORE_TIMEOUT_S = 7200.0
+"""Default of ``AdaScaleConfig(store_timeout_s=)``."""
+
+_SAY_S = 30.0
+"""Seconds without an answer before a line about it, and between repetitions."""
+
+_log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 _Missing = TypeVar("_Missing")
@@ -408,6 +417,46 @@ def answered(look: Callable[[], _Result]) -> _Result:
     return result.result()
 
 
+def waited_for(
+    what: str, use: Callable[[], _Result], store_timeout_s: float | None = None
+) -> _Result:
+    """Return ``use()`` of a storage, which may hang. While it does not answer, a line
+    each half minute says so. Ctrl-C ends the wait.
+
+    Args:
+        what: The beginning of the line: "Writing the run's lock at s3://...".
+        use: Reads from the storage, or writes to it.
+        store_timeout_s: The limit, of the run's ``AdaScaleConfig``. Default: that of
+            the settings.
+
+    Raises:
+        StorageTimeout: There was no answer within the limit.
+        KeyboardInterrupt: Ctrl-C. Its text says what was waited for.
+    """
+    limit_s = STORE_TIMEOUT_S if store_timeout_s is None else store_timeout_s
+    result = in_thread(use)
+    began = time.monotonic()
+    waited = 0.0
+    try:
+        while not concurrent.futures.wait([result], min(_SAY_S, limit_s - waited)).done:
+            waited = min(waited + _SAY_S, limit_s)
+            if waited == limit_s:
+                setting = f"AdaScaleConfig(store_timeout_s={limit_s:g})"
+                allowed = "" if store_timeout_s is None else f", which {setting} allows"
+                raise StorageTimeout(f"{what}: no answer for {limit_s:g} s{allowed}.")
+            _log.warning(
+                "%s: no answer for %.0f s. Ctrl-C ends the wait.", what, waited
+            )
+    except KeyboardInterrupt:
+        waited = time.monotonic() - began
+        raise KeyboardInterrupt(f"{what}: no answer for {waited:.0f} s.") from None
+    return result.result()
+
+
+class StorageTimeout(TimeoutError):
+    """A storage has not answered within the limit."""
+
+
 def list_anew(system: Any) -> None:
     """Let a file system of fsspec forget its listings, which lack what other processes
     have written since.
@@ -522,8 +571,11 @@ def fetched(path: str | os.PathLike[str], *, checkpoints: bool = True) -> Path:
         return Path(given).expanduser()
     import pyarrow.fs
 
-    system, inside = _storage(whole)
-    info = system.get_file_info(inside)
+    def look() -> tuple[Any, Any]:
+        system, inside = _storage(whole)
+        return system, system.get_file_info(inside)
+
+    system, info = waited_for(f"Looking for {given}", look)
     if info.type == pyarrow.fs.FileType.NotFound:
         raise ValueError(f"Invalid path {given!r}: no such file or folder.")
     copy = scratch_folder("fetched") / split(given)[1]
@@ -544,10 +596,17 @@ def _fetch(system: Any, info: Any, to: Path, without: str) -> None:
     import pyarrow.fs
 
     if info.is_file:
-        pyarrow.fs.copy_files(info.path, str(to), system, pyarrow.fs.LocalFileSystem())
+        disk = pyarrow.fs.LocalFileSystem()
+        waited_for(
+            f"Copying {info.path} ({(info.size or 0) / 1e6:,.1f} MB) to this machine",
+            lambda: pyarrow.fs.copy_files(info.path, str(to), system, disk),
+        )
         return
     to.mkdir()
-    for each in system.get_file_info(pyarrow.fs.FileSelector(info.path)):
+    inside = pyarrow.fs.FileSelector(info.path)
+    for each in waited_for(
+        f"Listing {info.path}", lambda: system.get_file_info(inside)
+    ):
         if each.is_file or not without or not each.base_name.startswith(without):
             _fetch(system, each, to / each.base_name, without)
 

@@ -21,6 +21,7 @@ from ._fields import (
     optional,
     positive,
 )
+from ._files import STORE_TIMEOUT_S
 from .batch import BatchSettings
 
 # the options of the command line come from this module, and their help needs no torch
@@ -185,7 +186,9 @@ class AdaScaleConfig:
         store_timeout_s: Seconds without a new byte after which a worker gives up
             writing or uploading a checkpoint. Then it fails, and Ray restarts all
             workers from the last checkpoint. A bucket shows a file once it is whole, so
-            allow more than the upload of the largest file takes.
+            allow more than the upload of the largest file takes. Also seconds without
+            an answer after which the driver of an ``AdaScaleTrainer`` or a search gives
+            up what it reads or writes at the start.
         early_stop: End before T if the evaluations have not improved for a number of
             effective steps: an :class:`EarlyStop`. Default: run to T.
 
@@ -223,7 +226,7 @@ class AdaScaleConfig:
     accept_changes: bool = False
     report_every_s: float = field(default=10.0, metadata=by(positive()))
     step_timeout_s: float | None = field(default=None, metadata=_MAYBE_POSITIVE)
-    store_timeout_s: float = field(default=7200.0, metadata=by(positive()))
+    store_timeout_s: float = field(default=STORE_TIMEOUT_S, metadata=by(positive()))
     early_stop: EarlyStop | None = field(default=None, metadata=_MAYBE_STOP)
 
     def __post_init__(self) -> None:

@@ -7,16 +7,18 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow.fs
 import pytest
 
-from ray_adascale import load_weights
+from ray_adascale import _files, load_weights
 from ray_adascale._files import (
     absolute,
     check_storage,
@@ -255,7 +257,7 @@ def test_a_path_is_split_into_a_folder_and_a_name() -> None:
 
 _STAGING = """
 import sys, tempfile, time
-from ray_adascale import load_weights
+from ray_adascale import _files, load_weights
 from ray_adascale._files import scratch_folder
 tempfile.tempdir = sys.argv[1]
 (scratch_folder("checkpoint") / "tensors").touch()
@@ -338,3 +340,44 @@ def test_an_option_of_a_uri_is_no_credential_by_being_unknown(
     text: str, has: bool
 ) -> None:
     assert has_credentials(text) == has
+
+
+@pytest.mark.parametrize(
+    ("operation", "what"),
+    [
+        ("get_file_info", r"Looking for file:///.*/run"),
+        ("copy_files", r"Copying /.*/run/a\.txt \(2\.5 MB\) to this machine"),
+    ],
+)
+def test_a_copy_from_a_storage_that_hangs_names_what_it_waits_for_and_ends(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    operation: str,
+    what: str,
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "a.txt").write_bytes(bytes(2_500_000))
+    answers = threading.Event()
+
+    class Hanging(pyarrow.fs.LocalFileSystem):
+        def get_file_info(self, *_: object) -> object:
+            answers.wait(60)
+            raise OSError
+
+    if operation == "copy_files":
+        monkeypatch.setattr(pyarrow.fs, operation, lambda *_: answers.wait(60))
+    else:
+        monkeypatch.setattr(
+            _files, "_storage", lambda path: (Hanging(), str(tmp_path / "run"))
+        )
+    monkeypatch.setattr(_files, "_SAY_S", 0.2)
+    monkeypatch.setattr(_files, "STORE_TIMEOUT_S", 0.5)
+    with pytest.raises(TimeoutError, match=rf"^{what}: no answer for 0\.5 s\.$"):
+        fetched((tmp_path / "run").as_uri())
+    answers.set()
+    lines = [line for line in caplog.messages if "no answer" in line]
+    assert len(lines) == 2
+    assert re.fullmatch(
+        rf"{what}: no answer for 0 s\. Ctrl-C ends the wait\.", lines[0]
+    )

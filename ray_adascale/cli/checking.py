@@ -154,7 +154,7 @@ class Check(OfWorkload):
 
     def findings(self) -> list[Finding]:
         """Return what the check finds."""
-        from .._files import absolute, check_storage
+        from .._files import absolute, check_storage, waited_for
         from ..analysis.check import Finding
         from ..recipe import Recipe
         from ..search.precheck import check_at_draws
@@ -163,7 +163,10 @@ class Check(OfWorkload):
         found: list[Finding] = []
         if self.storage_path is not None:
             try:
-                check_storage(absolute(self.storage_path))
+                waited_for(
+                    f"Writing a file to {self.storage_path}",
+                    partial(check_storage, absolute(self.storage_path)),
+                )
                 found.append(
                     Finding("ok", f"Files can be written to {self.storage_path}.")
                 )

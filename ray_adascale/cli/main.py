@@ -84,8 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ) as e:
         tell(error_text(e, command))
         return 2
-    except KeyboardInterrupt:
-        tell("interrupted")
+    except KeyboardInterrupt as e:
+        tell(f"interrupted. {e}" if e.args else "interrupted")
         return 130
     except (RuntimeError, OSError) as e:
         tell(error_text(e, command))

@@ -5,10 +5,12 @@ reads, and the traceback of a failure.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shlex
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from .._files import (
     ERROR,
     OPTIONS,
     SEARCH,
+    StorageTimeout,
     absolute,
     answered,
     join,
@@ -24,6 +27,7 @@ from .._files import (
     read_text,
     rename_file,
     split,
+    waited_for,
     without_credentials,
     write_text,
 )
@@ -41,10 +45,13 @@ class RunFolder:
     Attributes:
         path: The folder; absolute, or a URI.
         words: The arguments of the `train` that starts it.
+        store_timeout_s: Seconds after which a start gives up a storage that does not
+            answer.
     """
 
     path: str
     words: list[str]
+    store_timeout_s: float | None = None
 
     def write_options(self) -> None:
         """Write the arguments, one a line."""
@@ -64,21 +71,34 @@ class RunFolder:
         """Keep the options, so that a process that is killed before its workers begin
         leaves a run to resume. If the folder can't be written, the start itself fails,
         with its cause.
+
+        Raises:
+            StorageTimeout: The storage does not answer.
         """
-        with contextlib.suppress(OSError):
-            self.keep_options()
+        try:
+            self._waited_for(self.keep_options)
+        except StorageTimeout:
+            raise
+        except OSError:
+            pass
 
     def started(self) -> None:
         """Write the options, once the workers are in their loop."""
-        self.write_options()
+        self._waited_for(self.write_options)
         self.rename_traceback()
+
+    def _waited_for(self, write: Callable[[], None]) -> None:
+        what = f"Writing the run's options to {join(self.path, OPTIONS)}"
+        waited_for(what, write, self.store_timeout_s)
 
     def rename_traceback(self) -> None:
         """Rename the traceback of an earlier start, once a later start has
         succeeded.
         """
+        old = join(self.path, ERROR)
+        new = join(self.path, "error-earlier.txt")
         with contextlib.suppress(OSError):  # an old traceback is no reason to end a run
-            rename_file(join(self.path, ERROR), join(self.path, "error-earlier.txt"))
+            answered(functools.partial(rename_file, old, new))
 
     def keep_failure(self, text: str) -> str:
         """Write a failure to the folder, without credentials, and the options if a
@@ -108,14 +128,16 @@ class RunFolder:
         return path
 
     def print_how_to_continue(self, otherwise: str = "") -> None:
-        """Print the command that goes on with the run; another sentence if the
-        folder has no start to repeat.
+        """Print the command that goes on with the run, whose options are kept; another
+        sentence if the folder has no start to repeat.
         """
         from ..train.ray_record import newest_checkpoint
 
         command = f"`ray-adascale resume {shlex.quote(self.path)}`"
 
         def look() -> str:
+            with contextlib.suppress(OSError):
+                self.keep_options()
             if newest_checkpoint(self.path) is not None:
                 return f"{command} goes on from the last checkpoint."
             if OPTIONS in list_names(self.path):

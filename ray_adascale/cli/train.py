@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import math
 import sys
@@ -15,7 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .._errors import SettingError, typed
-from .._files import OPTIONS, absolute, answered, join, read_json, split, unique_name
+from .._files import (
+    OPTIONS,
+    absolute,
+    join,
+    read_json,
+    split,
+    unique_name,
+    waited_for,
+)
 from ..config import AdaScaleConfig
 from ..train.connection import check_address
 from .checking import Connection, OnRay
@@ -280,7 +289,9 @@ class Train(OnRay, WorkerOptions):
         name = str(run_config.name)
         storage_path = str(run_config.storage_path)
         run = RunFolder(
-            join(storage_path, name), self.words(name=name, storage_path=storage_path)
+            join(storage_path, name),
+            self.words(name=name, storage_path=storage_path),
+            config.store_timeout_s,
         )
         # before the check, which takes seconds: it refuses settings that can't work
         trainer = AdaScaleTrainer(
@@ -325,8 +336,6 @@ class Train(OnRay, WorkerOptions):
             return 1
         except KeyboardInterrupt as e:
             tell(f"interrupted. {e}".rstrip())
-            with contextlib.suppress(OSError):
-                answered(run.keep_options)
             run.print_how_to_continue(
                 "The workers had not begun; the same command starts the run again."
             )
@@ -392,8 +401,13 @@ class Resume(Command):
         add_options(parser, AdaScaleConfig, ["accept_changes"])
 
     def __call__(self) -> int:
-        folder = folder_of(self.run, self.storage_path)
-        if not self.trust and is_anothers(folder):
+        folder = waited_for(
+            f"Looking for the run {self.run}",
+            functools.partial(folder_of, self.run, self.storage_path),
+        )
+        if not self.trust and waited_for(
+            f"Looking at {folder}", functools.partial(is_anothers, folder)
+        ):
             text = (
                 f"{folder} belongs to another user, and a resume runs the code that "
                 f"its {OPTIONS} names"
@@ -407,10 +421,10 @@ class Resume(Command):
         given = self.settings | {"storage_path": storage_path, "name": name}
         parser = OptionParser(prog="ray-adascale train")
         Train.add_options(parser)
-        train = parse(
-            parser,
-            [*read_options(folder), *(typed(*setting) for setting in given.items())],
+        words = waited_for(
+            f"Reading the options of {folder}", functools.partial(read_options, folder)
         )
+        train = parse(parser, [*words, *(typed(*setting) for setting in given.items())])
         assert isinstance(train, Train)
         train = train.with_files_found()
         end = _end_of(folder, train)
@@ -431,11 +445,21 @@ def _end_of(folder: str, train: Train) -> str | None:
     from ..recipe import Recipe
     from ..train.ray_record import newest_checkpoint
 
-    name = newest_checkpoint(folder)
-    found = join(folder, name or "")
-    if name is None or ("://" not in found and not checkpoint.is_complete(found)):
-        return None  # damaged: the run goes on from the one before
-    state = read_json(join(found, STATE))
+    def newest() -> tuple[str, Any] | None:
+        name = newest_checkpoint(folder)
+        found = join(folder, name or "")
+        if name is None or ("://" not in found and not checkpoint.is_complete(found)):
+            return None  # damaged: the run goes on from the one before
+        return found, read_json(join(found, STATE))
+
+    seen = waited_for(
+        f"Looking for the newest checkpoint in {folder}",
+        newest,
+        train.config.store_timeout_s,
+    )
+    if seen is None:
+        return None
+    found, state = seen
     config = train.config.with_recipe(
         None if train.recipe is None else Recipe.load(train.recipe)
     )

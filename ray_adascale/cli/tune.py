@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import shlex
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .._files import check_writable, unique_name
+from .._files import check_writable, unique_name, waited_for
 from ..config import AdaScaleConfig
 from ..search.search import Search
 from .checking import OnRay
@@ -78,7 +79,10 @@ class Tune(OnRay):
         name = self.name or unique_name(f"{file_and_function(self.workload)[0]}-search")
         try:
             # a search is long, and its result goes there at the end
-            check_writable(self.output)
+            waited_for(
+                f"Writing to {self.output}",
+                functools.partial(check_writable, self.output),
+            )
         except OSError as e:
             raise ValueError(
                 f"Invalid --output {self.output}: {e.strerror or e}. Name a file for "
@@ -101,9 +105,11 @@ class Tune(OnRay):
             return 1
         try:
             recipe = tune_recipe(search)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as e:
+            why = f" ({str(e).removesuffix('.')})" if e.args else ""
             tell(
-                f"interrupted; the same command with --name {shlex.quote(name)} goes on"
+                f"interrupted{why}; the same command with --name {shlex.quote(name)} "
+                "goes on"
             )
             return 130
         print(recipe.describe())

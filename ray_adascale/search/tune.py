@@ -4,6 +4,7 @@ trial as a recipe.
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -23,7 +24,7 @@ from ray.tune.search import BasicVariantGenerator
 from ray.util.annotations import PublicAPI
 
 from .._errors import check_type
-from .._files import absolute, join, unique_name
+from .._files import SEARCH, absolute, join, unique_name, waited_for
 from .._shared import shared
 from .._warn import warn_at_user
 from ..recipe import SHARE, Recipe, Repeat
@@ -143,22 +144,33 @@ def _recipe_of(
     name = str(run_config.name)
     folder = _folder(run_config)
     started = time.monotonic()
-    with RunLock(folder, name) as lock:
+    limit_s = spec.trial_config.store_timeout_s
+    with RunLock(folder, name, store_timeout_s=limit_s) as lock:
         running = _RunningSearch(
             spec=spec,
             run_config=run_config,
             at_once=at_once,
-            begun=spec.begin(folder),
+            begun=waited_for(
+                f"Reading or writing {join(folder, SEARCH)}",
+                functools.partial(spec.begin, folder),
+                limit_s,
+            ),
         )
         repeated = search.again[0] > 0
-        # Before the trials, since it refuses other numbers.
-        plan = (
-            RepeatPlan.read(
-                _folder(running.repeats), search, earlier=running.begun.earlier
+        plan = None
+        if repeated:
+            # Before the trials, since it refuses other numbers.
+            of_repeats = _folder(running.repeats)
+            plan = waited_for(
+                f"Reading the repeats in {of_repeats}",
+                functools.partial(
+                    RepeatPlan.read,
+                    of_repeats,
+                    search,
+                    earlier=running.begun.earlier,
+                ),
+                limit_s,
             )
-            if repeated
-            else None
-        )
         trials = running.run_trials()
         _require(lock, name)
         ranking = _ranking(trials)

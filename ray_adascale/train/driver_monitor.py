@@ -4,6 +4,7 @@ named, and Ctrl-C is handled.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import logging
 import math
@@ -15,6 +16,7 @@ from typing import Any
 import ray
 from ray.util import remove_placement_group
 
+from .._files import ANSWER_LIMIT_S, in_thread
 from .cluster import alive_nodes, lacking, lost_nodes, start_message
 from .driver_channel import Status
 from .hangs import HangWatch
@@ -48,7 +50,8 @@ class DriverMonitor:
         needs: Resources of one worker, and the fewest workers.
         lock: The lock on the run's folder. The run ends if another process has taken
             the lock over.
-        on_start: Called once, when the workers are in their loop.
+        on_start: Called once, in a thread of its own, when the workers are in their
+            loop. The end of the context waits for it for a few seconds.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class DriverMonitor:
         self._needs = needs
         self._lock = lock
         self._on_start = on_start
+        self._after_start: concurrent.futures.Future[None] | None = None
         self._nodes: dict[str, str] = {}
         self._answered = 0
         self._ends_at: float | None = None
@@ -99,12 +103,11 @@ class DriverMonitor:
         """Kill a controller that has failed, and remove its placement group, which
         Ray keeps to the end of the job.
         """
-        controller = self.controller
-        self.controller = None
-        if controller is not None:
-            ray.kill(controller)
+        if self.controller is not None:
+            ray.kill(self.controller)
         if placed is not None:
             remove_placement_group(placed)
+        self.controller = None
 
     def __enter__(self) -> DriverMonitor:
         self._thread.start()
@@ -114,6 +117,8 @@ class DriverMonitor:
         self._done = True
         self._wake.set()
         self._thread.join(ANSWER_S + 1)
+        if self._after_start is not None:
+            concurrent.futures.wait([self._after_start], ANSWER_LIMIT_S)
 
     def _run(self) -> None:
         last = False
@@ -148,12 +153,9 @@ class DriverMonitor:
         if status.running and not before.running:
             self._nodes = alive_nodes()
         if status.running and self._on_start is not None:
-            on_start = self._on_start
+            # it may write to storage, which may hang
+            self._after_start = in_thread(_with_a_warning(self._on_start))
             self._on_start = None
-            try:
-                on_start()
-            except Exception as e:
-                _log.warning("After the run's start: %s: %s", type(e).__name__, e)
         self._hangs.look(status.hang)
 
     def _log_storing(self, now: float) -> None:
@@ -219,3 +221,15 @@ class DriverMonitor:
         ):
             ray.kill(self.controller)
             self._ends_at = math.inf
+
+
+def _with_a_warning(on_start: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that logs an error of another one."""
+
+    def call() -> None:
+        try:
+            on_start()
+        except Exception as e:
+            _log.warning("After the run's start: %s: %s", type(e).__name__, e)
+
+    return call

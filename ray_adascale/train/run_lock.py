@@ -11,6 +11,7 @@ away for a while.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -26,7 +27,14 @@ import pyarrow
 import pyarrow.fs
 
 from .._errors import SettingError
-from .._files import absolute, answered, read_text, split
+from .._files import (
+    StorageTimeout,
+    absolute,
+    answered,
+    read_text,
+    split,
+    waited_for,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +62,8 @@ class RunLock:
         folder: Absolute path or URI of the run's or the search's folder.
         name: The name of the run or the search, for the error.
         filesystem: The storage, if the folder is a path within one.
+        store_timeout_s: Seconds after which an entry gives up a storage that does not
+            answer: ``AdaScaleConfig.store_timeout_s``.
 
     Attributes:
         owner: This process's name in the lock's file.
@@ -64,12 +74,21 @@ class RunLock:
     Raises:
         ValueError: On entry: another process writes to the folder, or this process
             can't write there.
+        StorageTimeout: On entry: the storage does not answer.
     """
 
     def __init__(
-        self, folder: str, name: str, *, filesystem: pyarrow.fs.FileSystem | None = None
+        self,
+        folder: str,
+        name: str,
+        *,
+        filesystem: pyarrow.fs.FileSystem | None = None,
+        store_timeout_s: float | None = None,
     ) -> None:
         self.lost: str | None = None
+        self._waited_for = functools.partial(
+            waited_for, store_timeout_s=store_timeout_s
+        )
         self._name = name
         self._folder = folder if filesystem is not None else absolute(folder)
         self._filesystem: Any = filesystem
@@ -90,13 +109,19 @@ class RunLock:
     def __enter__(self) -> RunLock:
         try:
             if self._filesystem is None:
-                self._filesystem, self._folder = pyarrow.fs.FileSystem.from_uri(
-                    self._folder
+                self._filesystem, self._folder = self._waited_for(
+                    f"Opening the storage of {self._folder}",
+                    functools.partial(pyarrow.fs.FileSystem.from_uri, self._folder),
                 )
-            self._refuse_second(first := self._read())
-            self._filesystem.create_dir(self._folder, recursive=True)
+            self._refuse_second(first := self._read_at_entry())
+            self._waited_for(
+                f"Making the run's folder {self._folder}",
+                lambda: self._filesystem.create_dir(self._folder, recursive=True),
+            )
             self._claim(new=first is None)
-            text = self._read()
+            text = self._read_at_entry()
+        except StorageTimeout:
+            raise
         except (
             OSError,
             pyarrow.ArrowException,
@@ -136,11 +161,15 @@ class RunLock:
             new: Whether there was no lock. A disk then makes the file for one process
                 only, so there is nothing to wait for.
         """
+        writing = f"Writing the run's lock at {self._path}"
         if new and isinstance(self._filesystem, pyarrow.fs.LocalFileSystem):
             with contextlib.suppress(FileExistsError):
-                self._write(open(self._path, "xb"))  # noqa: SIM115 (closed there)
+                self._waited_for(
+                    writing,
+                    lambda: self._write(open(self._path, "xb")),  # noqa: SIM115
+                )
         else:
-            self._write()
+            self._waited_for(writing, self._write)
             time.sleep(_SETTLE_S)
 
     def _refuse_second(self, first: str | None) -> None:
@@ -160,7 +189,7 @@ class RunLock:
         )
         while time.monotonic() - began < _DEAD_AFTER_S:
             time.sleep(_SETTLE_S)
-            text = self._read()
+            text = self._read_at_entry()
             if text is None:  # the owner has ended
                 return
             if text != first:
@@ -180,6 +209,10 @@ class RunLock:
             "RunConfig",
             name=self._name,
         )
+
+    def _read_at_entry(self) -> str | None:
+        """Return the text of the lock's file, as :meth:`_read`."""
+        return self._waited_for(f"Reading the run's lock at {self._path}", self._read)
 
     def _read(self) -> str | None:
         """Return the text of the lock's file; None without one. A damaged one has no

@@ -24,7 +24,7 @@ from ray.util.annotations import PublicAPI
 
 from .._errors import SettingError, check_type
 from .._fields import refuse_credentials
-from .._files import answered, full_disk_note, join
+from .._files import answered, full_disk_note, join, waited_for
 from .._warn import warn_at_user
 from ..config import AdaScaleConfig, read_settings
 from ..recipe import Recipe
@@ -342,6 +342,8 @@ class AdaScaleTrainer(TorchTrainer):
                 name and storage path now, or the storage can't be written.
             RuntimeError: This process was suspended, and another one has taken over the
                 run.
+            TimeoutError: The storage has not answered for
+                ``AdaScaleConfig(store_timeout_s=)`` before the workers began.
             ray.train.TrainingFailedError: Workers failed, or did not start, more often
                 than ``FailureConfig`` allows, or failed with an exception that every
                 restart would repeat: one during the build, one before a start's first
@@ -349,7 +351,8 @@ class AdaScaleTrainer(TorchTrainer):
                 used: the same call resumes from it.
             KeyboardInterrupt: Ctrl-C, or SIGTERM. The workers have written a checkpoint
                 at the next step boundary, unless that took more than a minute or the
-                signal came twice. The same call resumes.
+                signal came twice. The same call resumes. While the storage does not
+                answer before the workers begin, its text names what is waited for.
         """
         quiet_init()
         asked = self.scaling_config
@@ -372,7 +375,10 @@ class AdaScaleTrainer(TorchTrainer):
         config = self.run_config
         folder = self._folder
         with RunLock(
-            folder, str(config.name), filesystem=config.storage_filesystem
+            folder,
+            str(config.name),
+            filesystem=config.storage_filesystem,
+            store_timeout_s=self._job["config"].store_timeout_s,
         ) as lock:
             if self._on_lock is not None:
                 self._on_lock()
@@ -397,6 +403,10 @@ class AdaScaleTrainer(TorchTrainer):
             finally:
                 self._job["channel"] = self._torch_config.channel = None
                 ray.kill(channel)
+
+    def _waited_for(self, what: str, use: Callable[[], _R]) -> _R:
+        limit_s = self._job["config"].store_timeout_s
+        return waited_for(what, use, limit_s)
 
     @property
     def _folder(self) -> str:
@@ -451,6 +461,11 @@ class AdaScaleTrainer(TorchTrainer):
             if self._monitor.interrupts or isinstance(e, SystemExit):
                 raise KeyboardInterrupt(self._what_is_stored()) from None
             raise
+        except KeyboardInterrupt as e:
+            # before a controller, or between two
+            if e.args:
+                raise
+            raise KeyboardInterrupt(self._what_is_stored()) from None
         finally:
             for number, handler in handlers.items():
                 if handler is not None:
@@ -534,14 +549,24 @@ class AdaScaleTrainer(TorchTrainer):
         """
         storage = self.run_config.storage_filesystem
         channel = self._job["channel"]
-        rename_cut_off_record(self._folder, str(self.run_config.name), storage)
-        again = start.why is not None
-        most = self._failures.max_failures
-        policy = RetryPolicy(
-            most,
-            start.restarts,
-            saved=again and newest_checkpoint(self._folder, storage) is not None,
+        self._waited_for(
+            f"Reading Ray's record of the checkpoints in {self._folder}",
+            functools.partial(
+                rename_cut_off_record,
+                self._folder,
+                str(self.run_config.name),
+                storage,
+            ),
         )
+        again = start.why is not None
+        newest = None
+        if again:
+            newest = self._waited_for(
+                f"Looking for the newest checkpoint in {self._folder}",
+                functools.partial(newest_checkpoint, self._folder, storage),
+            )
+        most = self._failures.max_failures
+        policy = RetryPolicy(most, start.restarts, saved=newest is not None)
         policy.channel = channel
         if again:
             DriverClient(channel).restarting(
@@ -570,4 +595,10 @@ class AdaScaleTrainer(TorchTrainer):
         """
         self._monitor.controller = controller
         for number in _INTERRUPTS:
-            signal.signal(number, lambda *_: self._monitor.interrupt())
+            signal.signal(number, self._interrupt)
+
+    def _interrupt(self, *_: Any) -> None:
+        """Handle a signal, also between two controllers, where storage may hang."""
+        self._monitor.interrupt()
+        if self._monitor.controller is None:
+            raise KeyboardInterrupt

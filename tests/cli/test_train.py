@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import socket
 import sys
 import threading
@@ -29,7 +30,7 @@ from ray.train.v2._internal.exceptions import (
 
 from ray_adascale import AdaScaleConfig, _files, checkpoint
 from ray_adascale.analysis.describe import describe
-from ray_adascale.cli import run_folder
+from ray_adascale.cli import run_folder, train
 from ray_adascale.cli.run_folder import folder_of
 from ray_adascale.run.observe.failure import annotate_exceptions
 from ray_adascale.train import cluster, ray_record, trainer
@@ -412,6 +413,25 @@ def test_an_end_does_not_wait_for_a_storage_that_does_not_answer(
     answers.set()
     assert time.monotonic() - began < 30
     assert f"`ray-adascale resume {tmp_path / 'x'}` goes on with the run.\n" in said
+
+
+def test_a_resume_on_a_storage_that_hangs_says_so_and_ctrl_c_ends_it(
+    tmp_path: Path,
+    cli: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(_files, "_SAY_S", 0.2)
+    monkeypatch.setattr(train, "read_options", lambda folder: answers.wait(60))
+    timer = threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    said = cli("resume", tmp_path, code=130).err
+    timer.cancel()
+    answers.set()
+    what = f"Reading the options of {tmp_path}: no answer for"
+    assert re.search(rf"interrupted\. {what} \d s\.$", said.strip())
+    assert f"{what} 0 s. Ctrl-C ends the wait." in caplog.messages
 
 
 def test_an_end_before_the_workers_loop(

@@ -28,8 +28,10 @@ from ray_adascale.checkpoint import CheckpointError
 from ray_adascale.run.boundary.checkpointing import Boundary, Saver
 from ray_adascale.run.boundary.storing import Storing
 from ray_adascale.train import driver_monitor, storing
+from ray_adascale.train import trainer as trainer_module
 from ray_adascale.train.backend import RayTrainBackend
 from ray_adascale.train.driver_channel import Status
+from ray_adascale.train.failed_starts import NextStart
 from ray_adascale.train.ray_record import newest_stored
 from ray_adascale.train.run_lock import RunLock
 
@@ -169,6 +171,160 @@ def test_the_end_of_a_run_does_not_wait_for_a_storage_that_does_not_answer(
     )
 
 
+@pytest.fixture
+def quick_lines(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> pytest.LogCaptureFixture:
+    """What is logged, with a line about a storage without an answer each 0.2 s."""
+    monkeypatch.setattr(_files, "_SAY_S", 0.2)
+    caplog.set_level(logging.WARNING, "ray_adascale")
+    return caplog
+
+
+def lines_of(log: pytest.LogCaptureFixture) -> list[str]:
+    """Return those of this test: a thread that an earlier one has left logs as well."""
+    return [line for line in log.messages if "no answer for" in line]
+
+
+@contextmanager
+def a_signal(number: signal.Signals, after_s: float) -> Iterator[None]:
+    """Send this process a signal after a while."""
+    timer = threading.Timer(after_s, os.kill, (os.getpid(), number))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@pytest.mark.parametrize(
+    ("operation", "what"),
+    [
+        ("info", "Reading the run's lock at {}/lock.json"),
+        ("mkdir", "Making the run's folder {}"),
+        ("other open", "Writing the run's lock at {}/lock.json"),
+    ],
+)
+def test_a_start_names_what_its_storage_does_not_answer_and_gives_up(
+    storage: SlowStorage,
+    quick_lines: pytest.LogCaptureFixture,
+    operation: str,
+    what: str,
+) -> None:
+    folder = f"{storage.path}/mine"
+    lock = RunLock(folder, "mine", filesystem=storage.filesystem(), store_timeout_s=0.5)
+    storage.hang(operation)
+    with pytest.raises(TimeoutError) as given_up, lock:
+        pass
+    what = what.format(folder)
+    assert str(given_up.value) == (
+        f"{what}: no answer for 0.5 s, which AdaScaleConfig(store_timeout_s=0.5) "
+        "allows."
+    )
+    assert (
+        lines_of(quick_lines)
+        == [f"{what}: no answer for 0 s. Ctrl-C ends the wait."] * 2
+    )
+
+
+def test_ctrl_c_ends_the_wait_for_a_lock_on_a_storage_that_hangs(
+    storage: SlowStorage,
+) -> None:
+    folder = f"{storage.path}/mine"
+    storage.hang("all")
+    lock = RunLock(folder, "mine", filesystem=storage.filesystem())
+    with (
+        a_signal(signal.SIGINT, after_s=1.2),
+        pytest.raises(KeyboardInterrupt) as ended,
+        lock,
+    ):
+        pass
+    assert re.fullmatch(
+        rf"Reading the run's lock at {folder}/lock\.json: no answer for \d s\.",
+        str(ended.value),
+    )
+
+
+def trainer_on(storage: SlowStorage) -> AdaScaleTrainer:
+    """Return a trainer before its controller, or between two."""
+    trainer = object.__new__(AdaScaleTrainer)
+    trainer.run_config = SimpleNamespace(
+        name="mine", storage_path=storage.path, storage_filesystem=storage.filesystem()
+    )
+    trainer._job = {"config": AdaScaleConfig(store_timeout_s=0.5), "channel": None}
+    trainer._failures = FailureConfig(max_failures=3)
+    trainer._monitor = SimpleNamespace(  # type: ignore[assignment]
+        controller=None, interrupt=lambda: None, status=Status(None, False, [], 0)
+    )
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("why", "what"),
+    [
+        (None, "Reading Ray's record of the checkpoints in {}"),
+        ("A worker was lost.", "Looking for the newest checkpoint in {}"),
+    ],
+)
+def test_a_start_gives_up_a_storage_that_hangs_as_it_looks_for_checkpoints(
+    storage: SlowStorage,
+    monkeypatch: pytest.MonkeyPatch,
+    quick_lines: pytest.LogCaptureFixture,
+    why: str | None,
+    what: str,
+) -> None:
+    trainer = trainer_on(storage)
+    if why is not None:  # the record is read before, and answers
+        monkeypatch.setattr(trainer_module, "rename_cut_off_record", lambda *_: None)
+    storage.hang("ls")
+    storage.hang("info")
+    with pytest.raises(TimeoutError, match="no answer for") as given_up:
+        trainer._prepare(NextStart(why, 0, 1))
+    what = what.format(f"{storage.path}/mine")
+    assert str(given_up.value).startswith(f"{what}: no answer for 0.5 s, which ")
+    assert (
+        lines_of(quick_lines)
+        == [f"{what}: no answer for 0 s. Ctrl-C ends the wait."] * 2
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_between_two_controllers_ends_a_wait_for_storage(
+    storage: SlowStorage, number: signal.Signals
+) -> None:
+    trainer = trainer_on(storage)
+    trainer._job["config"] = AdaScaleConfig(store_timeout_s=60)
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        trainer._register_sigint_handler("the first controller")
+        trainer._monitor.controller = None  # it has ended
+        storage.hang("all")
+        with a_signal(number, after_s=0.5), pytest.raises(KeyboardInterrupt) as ended:
+            trainer._prepare(NextStart("A worker was lost.", 1, 1))
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert str(ended.value).startswith("Reading Ray's record of the checkpoints in ")
+
+
+@pytest.mark.ray
+def test_a_run_on_a_storage_that_hangs_ends_before_its_workers(
+    ray_session: Path, storage: SlowStorage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By Ctrl-C at the lock, and by the limit after it."""
+    runs = Runs(storage, caplog)
+    storage.hang("all")
+    with (
+        a_signal(signal.SIGINT, after_s=2.0),
+        pytest.raises(KeyboardInterrupt, match=r"^Reading the run's lock at "),
+    ):
+        runs.fit()
+    storage.go_on()
+    with pytest.raises(TimeoutError, match=r"^Reading Ray's record .* for 1 s, which "):
+        runs.fit(store_timeout_s=1.0, on_lock=lambda: storage.hang("all"))
+    storage.go_on()
+
+
 LIMIT_S = 12.0
 """A save without progress is given up after it: three times the time to its end after a
 signal.
@@ -187,7 +343,7 @@ class Runs:
     storage: SlowStorage
     caplog: pytest.LogCaptureFixture
 
-    def fit(self, **settings: Any) -> Any:
+    def fit(self, *, on_lock: Callable[[], None] | None = None, **settings: Any) -> Any:
         self.caplog.clear()
         return AdaScaleTrainer(
             workload,
@@ -205,6 +361,7 @@ class Runs:
                 failure_config=FailureConfig(max_failures=1),
             ),
             progress=False,
+            on_lock=on_lock,
         ).fit()
 
     def stored(self) -> int:

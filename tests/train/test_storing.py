@@ -147,6 +147,31 @@ def test_ctrl_c_waits_for_a_checkpoint_whose_storing_makes_progress(
     )
 
 
+def test_what_is_called_at_the_start_may_hang_and_the_driver_goes_on(
+    monitor: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The command line writes its options to the storage then."""
+    monkeypatch.setattr(driver_monitor, "ANSWER_LIMIT_S", 0.2)
+    made, _, killed = monitor
+    answers = threading.Event()
+
+    def on_start() -> None:
+        answers.wait(60)
+        raise OSError("no such bucket")
+
+    made._on_start = on_start
+    with made:
+        while not made.status.running:
+            time.sleep(0.01)
+        made.interrupt()
+        made.interrupt()
+        while not killed:
+            time.sleep(0.01)
+    answers.set()
+    made._after_start.result(60)
+    assert "After the run's start: OSError: no such bucket" in caplog.messages
+
+
 def test_a_second_ctrl_c_ends_at_once(monitor: Any) -> None:
     made, _, killed = monitor
     with made:
