@@ -63,6 +63,13 @@ while true; do wait -n || sleep 1; done
 """
 
 
+def _real(path: str) -> str:
+    """Return a path of the environment without symbolic links, which may lie in a
+    folder that a machine has of its own.
+    """
+    return str(Path(path).resolve())
+
+
 def lacking() -> str | None:
     """Return why this computer can't have machines; None if it can."""
     if sys.platform != "linux":
@@ -173,7 +180,7 @@ class Machines:
                         own,
                         self.shared,
                         self._bytecode,
-                        sys.prefix,
+                        _real(sys.prefix),
                     ),
                 ],
                 stdin=subprocess.DEVNULL,
@@ -264,7 +271,9 @@ class Machines:
         (packages,) = folder.glob("lib/python*/site-packages")
         # A plain line: the .pth files in that folder, such as those of an editable
         # install, have no effect.
-        (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        (packages / "dependencies.pth").write_text(
+            f"{_real(sysconfig.get_path('purelib'))}\n"
+        )
         for program, module in (("ray", "ray.scripts.scripts"), ("pip", "pip")):
             script = folder / "bin" / program
             script.write_text(
