@@ -27,7 +27,7 @@ REASON = lacking()
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.slow,
-    pytest.mark.timeout(1500),
+    pytest.mark.timeout(4500),  # 25 min at a load of 15
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
 ]
 
