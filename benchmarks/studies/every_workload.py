@@ -200,7 +200,7 @@ def every_row() -> list[Row]:
     ):
         rows += rows_of(study, "SGD", plan, kept(path), names)
     rows += forecast_rows()
-    for name, own in (("adamw", BASE), ("lion", "β^r"), ("muon", BASE)):
+    for name, own in (("adamw", BASE), ("lion", "β^r"), ("muon", "default")):
         of = optimizers.STUDIES[name]
         plan, results = optimizers.parse([name])[1], kept(of.kept)
         names = {"unscaled": "unscaled"}

@@ -6,7 +6,7 @@
     python benchmarks/studies/optimizers.py muon --report-only --page p.md   write the page of the kept runs
 
 The rules and an unscaled LR with as many steps carry a schedule from S = 1 to larger
-batches. AdamW has workloads of its own (``adamw_workloads.py``), and three further
+batches. AdamW has workloads of its own (``adamw_workloads.py``), and four further
 questions. Muon steps the hidden matrices and AdamW the rest, in an ``OptimizerChain``
 with one LR. One base run of each workload is recorded with noise probes, and the page
 sets forecasts from it beside the steps that were taken. The kept results are in
@@ -160,11 +160,22 @@ class GainAndBetas(AdaScaleRule):
 
 
 @dataclass(frozen=True)
-class RootGainAndBetas(GainAndBetas):
-    """(√r, r) and β^r for every optimizer, also for Lion."""
+class RootGain(AdaScaleRule):
+    """(√r, r) for every optimizer, with betas and decay as they are."""
 
     def __call__(self, now: RuleInput) -> tuple[float, float]:
         return math.sqrt(now.gain), now.gain
+
+
+@dataclass(frozen=True)
+class RootGainAndBetas(RootGain):
+    """(√r, r) and β^r for every optimizer, also for Lion and Muon.
+
+    Attributes:
+        betas: The rule for betas and momentum.
+    """
+
+    betas: BetaRule = field(default_factory=BetaRule)
 
 
 @dataclass(frozen=True)
@@ -185,6 +196,40 @@ class PlainDecay(BetaRule):
             yield
 
 
+@dataclass(frozen=True)
+class BetasAndEpsilon(BetaRule):
+    """β^r and ε/√r: √v falls by √r, so that ε stays the same share of it."""
+
+    @contextmanager
+    def applied(
+        self,
+        groups: Any,
+        optimizer: Any,
+        increments: Any,
+        step_counts: Any,
+        lr_factors: Any = None,
+    ) -> Iterator[None]:
+        """Change betas, decay and ε."""
+        kept = [group["eps"] for group in groups]
+        for number, group in enumerate(groups):
+            group["eps"] /= math.sqrt(increments[number % len(increments)])
+        try:
+            with super().applied(
+                groups, optimizer, increments, step_counts, lr_factors
+            ):
+                yield
+        finally:
+            for group, epsilon in zip(groups, kept, strict=True):
+                group["eps"] = epsilon
+
+
+def with_epsilon(built: Workload, job: Job) -> Workload:
+    """Return the workload with :data:`EPSILON` in its AdamW."""
+    for group in built.optimizer.param_groups:
+        group["eps"] = EPSILON
+    return built
+
+
 def with_optimizer(
     make: Callable[[nn.Module, Job], Optimizer], built: Workload, job: Job
 ) -> Workload:
@@ -201,11 +246,16 @@ def with_optimizer(
 
 
 _AUTO = Method(lambda steps: "auto", about="(√r, r), betas to the power r")
+_OF_CHAIN = Method(
+    lambda steps: "auto",
+    about="(r, r) for Muon, (√r, r) for AdamW, betas to the power r",
+)
 _FIXED = Method(lambda steps: "adascale", about="(r, r)")
 _BETAS = Method(lambda steps: GainAndBetas(), about="(r, r), betas to the power r")
 
 
 _ROOT = Method(lambda steps: RootGainAndBetas(), about="(√r, r), betas to the power r")
+_ROOT_ALONE = Method(lambda steps: RootGain(), about="(√r, r), betas as they are")
 
 
 def paced(rule: Callable[..., ScalingRule], about: str) -> Method:
@@ -317,8 +367,34 @@ MOMENTUM = Comparison(
 )
 """What becomes of the momentum of SGD."""
 
+EPSILON = 1e-3
+"""AdamW's ε in the runs with a large one; its default is 1e-8."""
+LARGE_EPSILON = Comparison(
+    optimizer="adamw, large ε",
+    cases={
+        name: replace(case, lrs=tuple(larger * lr for lr in case.lrs))
+        for name, larger in (("recommender", 8), ("convolutions", 2), ("diffusion", 2))
+        for case in (adamw_workloads.CASES[name],)
+    },
+    methods={
+        "AdaScale": _AUTO,
+        "ε/√r": Method(
+            lambda steps: AdaScaleMemoryRule(BetasAndEpsilon()),
+            about="(√r, r), betas to the power r, ε over √r",
+        ),
+    },
+    against=("ε/√r",),
+    pictured=(),
+    stages=((1, 5), (16, 5)),
+    with_optimizer=with_epsilon,
+    **_SAME,
+)
+"""Whether ε has to follow the gain."""
+
 _LARGE = ("vit", "decoder", "recommender", "converged")
 """The workloads that run at S = 64 as well."""
+RIVALS = ("r, β^r", "√r, fixed betas", "√S", "LR × S")
+"""The methods beside the default at S = 64 and at the edge."""
 EDGE = 1.4
 """The LR of the runs at the edge of stability over the grid's best."""
 
@@ -384,6 +460,8 @@ STUDIES = {
                     lambda steps: GainAndBetas(BetaRule(muon=1)),
                     about="(r, r), AdamW's betas and Muon's momentum to the power r",
                 ),
+                "default": _OF_CHAIN,
+                "√r, β^r": _ROOT,
             },
             "AdaScale",
             ((1, 3), (16, 3), (4, 3)),
@@ -401,7 +479,8 @@ STUDIES = {
         "three linear layers of tabular. Schedule: "
         "the best of four peak LRs times two shapes, one seed.",
         '**AdaScale** is `rule="adascale"`, **β^r** is (r, r) and β^r, **m^r** is '
-        "`BetaRule(muon=1)`.",
+        '`BetaRule(muon=1)`. **default** is `rule="auto"`, and **√r, β^r** has √r for '
+        "Muon too.",
         PAGES / "muon.md",
         "benchmarks/studies/kept/muon.jsonl",
         {"seeds": 3, "scales": (1, 4, 16)},
@@ -412,8 +491,9 @@ STUDIES = {
 
 def train(job: Job) -> Result:
     """Run a job."""
-    if job.optimizer == MOMENTUM.optimizer:
-        return comparison.train(MOMENTUM, job)
+    for of in (MOMENTUM, LARGE_EPSILON):
+        if job.optimizer == of.optimizer:
+            return comparison.train(of, job)
     return comparison.train(STUDIES[job.optimizer].comparison, job)
 
 
@@ -425,16 +505,28 @@ class Questions:
         large: S = 64, on some workloads.
         edge: The LR times :data:`EDGE`, S = 16.
         momentum: SGD with momentum, S = 16.
+        epsilon: A large ε, S = 16.
     """
 
     large: Plan
     edge: Plan
     momentum: Plan
+    epsilon: Plan
 
     @property
     def all(self) -> list[Plan]:
         """Return the plans in the order in which they run."""
-        return [self.large, self.edge, self.momentum]
+        return [self.large, self.edge, self.momentum, self.epsilon]
+
+
+def against_rivals(of: Comparison) -> Comparison:
+    """Return AdamW's comparison with the default and :data:`RIVALS` as its methods."""
+    methods = {**of.methods, "√r, fixed betas": _ROOT_ALONE}
+    return replace(
+        of,
+        methods={name: methods[name] for name in (of.own, *RIVALS)},
+        against=RIVALS,
+    )
 
 
 def questions(plan: Plan, results: Results) -> Questions | None:
@@ -448,16 +540,23 @@ def questions(plan: Plan, results: Results) -> Questions | None:
             return None
         hotter[name] = replace(plan.case(name), lrs=(float(f"{EDGE * best[0]:.4g}"),))
     large = tuple(name for name in plan.workloads if name in _LARGE)
+    with_rivals = replace(plan, comparison=against_rivals(plan.comparison))
     return Questions(
-        large=replace(plan, workloads=large, scales=(1, 64)),
+        large=replace(with_rivals, workloads=large, scales=(1, 64)),
         edge=replace(
-            plan,
-            comparison=replace(plan.comparison, cases=hotter),
+            with_rivals,
+            comparison=replace(with_rivals.comparison, cases=hotter),
             scales=(1, 16),
             grid_seeds=(),
         ),
         momentum=replace(
             plan, comparison=MOMENTUM, workloads=tuple(MOMENTUM.cases), scales=(1, 16)
+        ),
+        epsilon=replace(
+            plan,
+            comparison=LARGE_EPSILON,
+            workloads=tuple(LARGE_EPSILON.cases),
+            scales=(1, 16),
         ),
     )
 
@@ -559,6 +658,13 @@ def answers(plan: Plan, results: Results) -> list[str]:
             "Two of the workloads with momentum SGD (0.9) in place of AdamW, LR tuned "
             "anew, S = 16.",
         ),
+        (
+            further.epsilon,
+            16,
+            "A large ε",
+            f"Some of the workloads with ε = {EPSILON:g} in place of 1e-8, LR tuned "
+            "anew, S = 16. ε/√r is the default with ε over √r in each step.",
+        ),
     )
     parts = []
     for of, scale, heading, text in sections:
@@ -569,7 +675,12 @@ def answers(plan: Plan, results: Results) -> list[str]:
         )
         if ran:
             shown = replace(of, workloads=ran)
-            parts += [f"## {heading}", text, by_workload(shown, results, scale)]
+            parts += [
+                f"## {heading}",
+                text,
+                by_workload(shown, results, scale),
+                verdicts(shown, results),
+            ]
     return parts
 
 

@@ -208,6 +208,34 @@ def test_each_optimizer_has_the_parameters_and_the_decay_that_its_page_names(
     assert group["initial_lr"] * group["weight_decay"] == pytest.approx(decay)
 
 
+def test_the_questions_of_adamw_have_the_methods_and_lrs_that_their_sections_name(
+    optimizers: Any, comparison: Any
+) -> None:
+    plan = optimizers.parse(["adamw"])[1]
+    results = comparison.read(ROOT / optimizers.STUDIES["adamw"].kept)
+    further = optimizers.questions(plan, results)
+    rivals = ["AdaScale", "r, β^r", "√r, fixed betas", "√S", "LR × S"]
+    for of in (further.large, further.edge):
+        assert list(of.comparison.methods) == rivals
+    tuned, _ = comparison.best_schedule(plan, results, "vit")
+    assert further.edge.grid("vit") == [(pytest.approx(1.4 * tuned, rel=1e-3), "own")]
+
+
+def test_a_rule_with_epsilon_over_root_r_puts_it_back(optimizers: Any) -> None:
+    from ray_adascale.optim.betas import BiasCorrectionCounters
+
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], eps=1.0)
+    (group,) = optimizer.param_groups
+    rule = optimizers.BetasAndEpsilon()
+    counts = BiasCorrectionCounters(optimizer)
+    with rule.applied(optimizer.param_groups, optimizer, [4.0], counts, [2.0]):
+        assert group["eps"] == 0.5
+        assert group["betas"] == (0.9**4, 0.999**4)
+        assert group["weight_decay"] == pytest.approx(0.01 * 4 / 2)
+    assert group["eps"] == 1.0
+    assert group["betas"] == (0.9, 0.999)
+
+
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
 def test_the_page_of_an_optimizer_is_that_of_the_kept_runs(
     optimizers: Any, tmp_path: Path, name: str
