@@ -312,5 +312,7 @@ def test_the_page_of_momentum_has_what_the_kept_runs_say() -> None:
     text = momentum.PAGE.read_text()
     for scale in momentum.SCALES:
         assert momentum.summary(rows, scale) in text
-    assert all(" | ".join(row.cells()) in text for row in rows)
+    further = momentum.further_rows()
+    assert all(" | ".join(row.cells()) in text for row in [*rows, *further])
     assert len(rows) == 2 * 24
+    assert further
