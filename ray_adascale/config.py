@@ -171,9 +171,10 @@ class AdaScaleConfig:
             run.
         checkpoint_every_s: Seconds between checkpoints. A lost worker costs at most
             this time and the time to write one.
-        accept_changes: Resume with the program's base batch size, T, LR curve and
-            hyperparameters if they differ from the checkpoint's, with a warning. By
-            default such a resume raises an error. The optimizer's class can't change.
+        accept_changes: Resume with the program's base batch size, T, LR curve,
+            ``precision``, ``grad_clip``, ``shuffle``, ``drop_last`` and hyperparameters
+            if they differ from the checkpoint's, with a warning. By default such a
+            resume raises an error. The optimizer's class can't change.
         report_every_s: Seconds between reports to Ray. Each report is a barrier that
             takes Ray Train about 2 s, so a short interval makes the workers wait.
             Gauges, trace and display have no barrier.

@@ -9,6 +9,7 @@ import math
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +47,7 @@ def _describe(path: Path) -> tuple[str, bool]:
     if path.is_dir() and path.name.startswith("checkpoint_"):
         return f"Checkpoint {path}, incomplete: it has no {checkpoint.MANIFEST}.", False
     if (path / SEARCH).is_file():
-        return _describe_search(path), True
+        return _describe_search(path)
     if path.suffix == ".jsonl" or path.is_dir():
         return _describe_run(path)
     if not path.is_file():
@@ -134,6 +135,7 @@ def _describe_run(path: Path) -> tuple[str, bool]:
             [f"Run {path.resolve().name}", f"  steps        {steps}", *failed]
         ), True
     last = run.last
+    usable = True
     lines = [
         f"Run {run.label}",
         f"  steps        {last['optimizer_steps']:,} for "
@@ -161,8 +163,7 @@ def _describe_run(path: Path) -> tuple[str, bool]:
         f"{f'NOT WHOLE: {run.faults}' if run.faults else 'whole: a row for each step'}"
     )
     for name in run.metrics:
-        values = run.column(name)
-        lines.append(f"  {name:<12} {values[values == values][-1]:.4g}")
+        lines.append(f"  {name:<12} {_metric_in_words(run, name)}")
     verdict = run.verdict()
     in_words = [] if verdict is None else verdict.lines
     base = run.base()
@@ -175,36 +176,61 @@ def _describe_run(path: Path) -> tuple[str, bool]:
         lines.append(f"    {line}" if i else f"  verdict      {line}")
     lines += [f"  τ = {tau:<8,.0f} {what}" for tau, what in run.events]
     if path.is_dir():
-        found = checkpoint.in_run(path)
-        whole = next(
-            (
-                folder.name
-                for folder in reversed(found)
-                if checkpoint.is_complete(folder)
-            ),
-            "none",
-        )
-        lines.append(f"  checkpoints  {len(found)}, newest whole one {whole}")
-    return "\n".join([*lines, *failed]), not run.faults
+        checkpoints, usable = _checkpoints_in_words(path)
+        lines.append(f"  checkpoints  {checkpoints}")
+    return "\n".join([*lines, *failed]), usable and not run.faults
 
 
-def _describe_search(path: Path) -> str:
+def _metric_in_words(run: RunTrace, name: str) -> str:
+    """Return the value of a metric at its last evaluation; where that is NaN, also the
+    last number.
+    """
+    values = run.column(name)
+    last = next(row[name] for row in reversed(run.rows) if is_number(row.get(name)))
+    if not math.isnan(last):
+        return f"{last:.4g}"
+    at = np.flatnonzero(~np.isnan(values))[-1]
+    tau = run.column("effective_steps")[at]
+    return f"NaN; {values[at]:.4g} was the last number, at effective step {tau:,.0f}"
+
+
+def _checkpoints_in_words(path: Path) -> tuple[str, bool]:
+    """Return how many checkpoints a run has, which one is the newest whole one, and
+    what is damaged; and whether a resume could use the newest that was finished.
+    """
+    damaged = []
+    found = checkpoint.in_run(path)
+    newest = None
+    for folder in reversed(found):
+        try:
+            checkpoint.verify(folder)
+        except checkpoint.CheckpointError as error:
+            if checkpoint.is_sealed(folder):
+                damaged.append(f"\n  DAMAGED      {folder.name}: {error}")
+        else:
+            newest = folder.name
+            break
+    # a run has one without a manifest while it stores it
+    usable = not damaged and (newest is not None or len(found) < 2)
+    text = f"{len(found)}, newest whole one {newest or 'none'}{''.join(damaged)}"
+    return text, usable
+
+
+def _describe_search(path: Path) -> tuple[str, bool]:
     """List the trials of a search, each with its result at T or the step that it has
-    reached, as Ray Tune has stored them.
+    reached, as Ray Tune has stored them; and return whether all could be read.
     """
     lines: list[str] = []
+    whole = True
     for given in sorted(path.glob("*/params.json")):
         try:
             config = json.loads(given.read_text(encoding="utf-8"))
-            results = (
-                given.with_name("result.json").read_text(encoding="utf-8").splitlines()
-            )
-            last = json.loads(results[-1]) if results else {}
+            last = _last_result(given.with_name("result.json"))
             outcome = BaseResult.from_json(last[RESULT]) if RESULT in last else None
         except (ValueError, KeyError, TypeError) as e:
-            raise ValueError(
-                f"Invalid path {str(path)!r}: {given.parent} does not hold a trial: {e}"
-            ) from e
+            lines.append(f"  DAMAGED              {given.parent.name}: {e}")
+            whole = False
+            continue
         error = given.with_name(ERROR)
         failures = (
             re.findall(r"\(occurred at (\S+)\)", error.read_text(encoding="utf-8"))
@@ -224,7 +250,20 @@ def _describe_search(path: Path) -> str:
         )
     failed = sum(line.startswith("  failed ") for line in lines)
     counts = f": {len(lines)} trials, {failed} failed" if failed else ""
-    return "\n".join([f"Search {path.resolve().name}{counts}", *lines])
+    return "\n".join([f"Search {path.resolve().name}{counts}", *lines]), whole
+
+
+def _last_result(path: Path) -> dict[str, Any]:
+    """Return the last whole result of a trial; empty before its first."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    for i, line in enumerate(reversed(lines)):
+        try:
+            last: dict[str, Any] = json.loads(line)
+            return last
+        except ValueError:
+            if i:  # only the last line may be cut off
+                raise
+    return {}
 
 
 def _left_in_words(run: RunTrace) -> str | None:

@@ -388,6 +388,7 @@ def _train_state_of(
         base_schedule=training.base_schedule,
         world_size=backend.world_size,
         recipe=None if recipe is None else recipe.fingerprint,
+        settings=given.config.kept,
         rank=backend.rank,
         device=backend.device,
         frozen=frozen_names(training.module),
@@ -415,11 +416,9 @@ def _resume(
     plan = data.follower.plan
     start = _start_of(given.inputs.starting_step, train_state, evaluation)
     with backend.latest_checkpoint() as folder:
-        workers_before = None
+        before = None
         if folder is not None:
-            workers_before = train_state.load(
-                folder, accept_changes=config.accept_changes
-            )
+            before = train_state.load(folder, accept_changes=config.accept_changes)
         elif start is not None:
             start()
             optimizer = train_state.optimizer
@@ -435,7 +434,7 @@ def _resume(
             loop.stopped = evaluation.stalled
         if backend.rank > 0:
             return plan, None, []
-        log_start(train_state, plan, folder, workers_before, config.checkpoint_every_s)
+        log_start(train_state, plan, folder, before, config.checkpoint_every_s)
         trace = None
         if loop.stopped is None and (place := backend.trace_folder()) is not None:
             total_steps = train_state.base_schedule.total_steps

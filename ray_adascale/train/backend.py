@@ -34,7 +34,7 @@ from .._files import (
     store_patiently,
 )
 from .._warn import warn_at_user
-from ..checkpoint.files import MANIFEST, STATE, TENSORS, NotPermitted, is_own_file
+from ..checkpoint.files import MANIFEST, STATE, TENSORS, NotPermitted
 from ..run.boundary.backend import Backend, ReportPolicy
 from ..run.boundary.stage import StepReport
 from ..run.boundary.storing import Storing
@@ -42,7 +42,7 @@ from ..run.observe.eta import EtaTracker
 from ..run.observe.pulse import Pulse
 from ..run.observe.step import Listener
 from .driver_channel import DriverClient
-from .ray_record import sealed_checkpoints
+from .ray_record import is_incomplete, is_whole, sealed_checkpoints
 from .run_lock import LOCK, owner_of_lock
 from .storing import stored_within
 from .worker_reports import Heartbeat, LiveMetrics
@@ -219,6 +219,7 @@ class RayTrainBackend(Backend):
             and f"{folder}/{name}" not in paths.union(earlier)
         ]
         later = self._later(unknown, {c.path: c.order for c in sealed}, held)
+        self._remove_incomplete(unknown, begins_anew=later is None and not candidates)
         if later is not None or not candidates:
             return later
         own = list(filter(_is_a_runs, candidates))
@@ -252,9 +253,6 @@ class RayTrainBackend(Backend):
         """Return the newest whole checkpoint that was stored after the last reported
         one; None without one.
 
-        Removes incomplete ones, which ended starts have left, if the run's folder is
-        locked.
-
         Args:
             names: Names of the folders.
             sealed: Attempt and optimizer step of the checkpoints with a manifest, by
@@ -263,35 +261,59 @@ class RayTrainBackend(Backend):
         """
         folder = self._storage.experiment_fs_path
         filesystem = self._storage.storage_filesystem
-        later: ray.train.Checkpoint | None = None
-        for path in sorted(
-            (f"{folder}/{name}" for name in names),
-            key=lambda path: sealed.get(path, ()),
-            reverse=True,
-        ):
-            candidate = ray.train.Checkpoint(path, filesystem)
-            if path not in sealed or not checkpoint.is_complete(
-                held.enter_context(candidate.as_directory())
-            ):
-                if self.channel is not None:  # the driver has the run's lock
-                    # read-only now; a later start removes it
-                    with contextlib.suppress(OSError):
-                        # not a folder of the user's, whatever its name
-                        if not all(map(is_own_file, list_names(path, filesystem))):
-                            continue
-                        filesystem.delete_dir(path)
-                        _log.info(
-                            "Removed %s, which an ended start has left incomplete.",
-                            path,
-                        )
-            elif later is None:
-                _log.info(
-                    "%s of optimizer step %s was stored, but not reported: it is used.",
-                    path,
-                    sealed[path][1],
-                )
-                later = candidate
+        paths = [f"{folder}/{name}" for name in names if f"{folder}/{name}" in sealed]
+        later: ray.train.Checkpoint | None = checkpoint.latest_valid(
+            [
+                ray.train.Checkpoint(path, filesystem)
+                for path in sorted(paths, key=lambda path: sealed[path])
+                if is_whole(filesystem, path)
+            ],
+            fetch=lambda candidate: held.enter_context(candidate.as_directory()),
+            called=lambda candidate: str(candidate.path),
+        )
+        if later is not None:
+            _log.info(
+                "%s of optimizer step %s was stored, but not reported: it is used.",
+                later.path,
+                sealed[later.path][1],
+            )
         return later
+
+    def _remove_incomplete(self, names: list[str], *, begins_anew: bool) -> None:
+        """Remove the checkpoints that ended starts have left incomplete, if the run's
+        folder is locked and the run goes on from a whole one.
+
+        A checkpoint that can't be read now is left, and so is one whose files are all
+        there.
+
+        Args:
+            names: Names of the folders.
+            begins_anew: Whether no checkpoint can be used.
+        """
+        folder = self._storage.experiment_fs_path
+        filesystem = self._storage.storage_filesystem
+        incomplete = [
+            path
+            for path in (f"{folder}/{name}" for name in names)
+            if is_incomplete(filesystem, path)
+        ]
+        if begins_anew:
+            if incomplete:
+                warn_at_user(
+                    f"Run {self._name!r} begins anew. Its folder has "
+                    f"{len(incomplete)} checkpoints that are not whole, such as "
+                    f"{incomplete[-1]}: they have no manifest, or lack files. A start "
+                    "leaves such a checkpoint if it ends while it stores it. If files "
+                    "were lost otherwise, stop the run and put a good copy back.",
+                    RuntimeWarning,
+                )
+            return
+        if self.channel is None:  # the driver has no lock on the run
+            return
+        for path in incomplete:
+            with contextlib.suppress(OSError):  # a later start removes it
+                filesystem.delete_dir(path)
+                _log.info("Removed %s, which an ended start has left incomplete.", path)
 
     def checkpoint_folder(self, step: int) -> Path:
         self._saved_step = step

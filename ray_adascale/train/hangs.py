@@ -247,6 +247,7 @@ class HangWatch:
         self._slow_again = -math.inf  # and about a step that does not end
         self._since: float | None = None
         self._killed: tuple[str, int] | None = None  # node and process
+        self._killed_at = -math.inf
         # kept, since Ray prints an error that is never fetched, such as of a lost node
         self._task: Any = None
 
@@ -288,6 +289,20 @@ class HangWatch:
             self._slow_again = -math.inf
         elif now >= self._slow_again:
             self._slow_again = now + _REPEAT_S
+            worker = slow.held_up_by[0]
+            if self._killed == (worker.node, worker.pid):
+                _log.warning(
+                    "%s Process %d of worker %d on node %s was killed %.0f s ago, and "
+                    "has not ended: it may wait for a driver or a disk. The workers "
+                    "restart once it has ended. Reboot that node, or remove it from "
+                    "the cluster.",
+                    slow.description(),
+                    worker.pid,
+                    worker.rank,
+                    worker.host,
+                    now - self._killed_at,
+                )
+                return
             _log.warning(
                 "%s The limit is %.0f s; then the worker that is behind is killed.",
                 slow.description(),
@@ -315,7 +330,9 @@ class HangWatch:
             worker.pid,
         ):
             return
-        self._killed, self._task = (worker.node, worker.pid), _kill(worker)
+        self._killed = worker.node, worker.pid
+        self._killed_at = now
+        self._task = _kill(worker)
         _log.warning(
             "%s is ended, if its node can be reached, so that the workers restart from "
             "the last checkpoint. If such steps are expected, set "

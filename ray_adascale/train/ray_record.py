@@ -9,7 +9,6 @@ was emptied.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 import pyarrow.fs
 
 from .._files import absolute, list_names, read_text
-from ..checkpoint.files import MANIFEST, STATE
+from ..checkpoint.files import MANIFEST, STATE, is_own_file
 
 _log = logging.getLogger(__name__)
 
@@ -104,20 +103,38 @@ def newest_stored(
     """
     filesystem, folder, names = _listed(folder, filesystem)
     found = reversed(sealed_checkpoints(filesystem, folder, names))
-    return next((each for each in found if _is_whole(filesystem, each.path)), None)
+    return next((each for each in found if is_whole(filesystem, each.path)), None)
 
 
-def _is_whole(filesystem: pyarrow.fs.FileSystem, path: str) -> bool:
+def is_whole(filesystem: pyarrow.fs.FileSystem, path: str) -> bool:
     """Return whether each file of a checkpoint has the size in the manifest: an upload
     may bring the manifest before the data.
     """
     try:
-        files = json.loads(read_text(f"{path}/{MANIFEST}", filesystem) or "")["files"]
-        sizes = {f"{path}/{name}": entry["size"] for name, entry in files.items()}
+        return not _lacking(filesystem, path)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return False
+
+
+def is_incomplete(filesystem: pyarrow.fs.FileSystem, path: str) -> bool:
+    """Return whether a checkpoint lacks its manifest, or files that the manifest names,
+    and has no file of the user's. False if this can't be found out now.
+    """
+    try:
+        names = list_names(path, filesystem)
+        if not all(map(is_own_file, names)):
+            return False
+        return MANIFEST not in names or _lacking(filesystem, path)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return False
+
+
+def _lacking(filesystem: pyarrow.fs.FileSystem, path: str) -> bool:
+    """Return whether a file is missing, or has another size than in the manifest."""
+    files = json.loads(read_text(f"{path}/{MANIFEST}", filesystem) or "")["files"]
+    sizes = {f"{path}/{name}": entry["size"] for name, entry in files.items()}
     found = filesystem.get_file_info(list(sizes))
-    return all(file.size == sizes[file.path] for file in found)
+    return any(file.size != sizes[file.path] for file in found)
 
 
 def _listed(
@@ -139,16 +156,21 @@ def sealed_checkpoints(
     """
     found = []
     for name in names:
-        if not name.startswith("checkpoint_"):
+        if not name.startswith("checkpoint_") or name in (RECORD, RENAMED):
             continue
         path = f"{folder}/{name}"
-        # One that was never finished, or is damaged, raises; so does Ray's record.
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            if MANIFEST in list_names(path, filesystem):
-                state = json.loads(read_text(f"{path}/{STATE}", filesystem) or "")
-                found.append(
-                    SealedCheckpoint(
-                        path, int(state["iterations"]), int(state.get("attempt", 0))
-                    )
-                )
+        try:
+            if MANIFEST not in list_names(path, filesystem):
+                continue  # never finished
+            state = json.loads(read_text(f"{path}/{STATE}", filesystem) or "")
+            step = int(state["iterations"])
+            attempt = int(state.get("attempt", 0))
+        except NotADirectoryError:
+            continue
+        except OSError as e:
+            _log.warning("%s is not used: it can't be read now (%s).", path, e)
+            continue
+        except (ValueError, LookupError, TypeError, AttributeError):
+            continue  # damaged
+        found.append(SealedCheckpoint(path, step, attempt))
     return sorted(found, key=lambda checkpoint: checkpoint.order)

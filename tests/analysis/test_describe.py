@@ -5,6 +5,7 @@ counts as damaged.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,16 @@ def test_a_checkpoint_and_its_run(tmp_path: Path) -> None:
     assert not whole
     assert "DAMAGED" in text
     text, whole = describe(tmp_path / "run")
-    assert whole
+    assert not whole  # a resume would use an older one, or none
     assert "newest whole one none" in text
+    assert f"DAMAGED      {folder.name}: " in text
+    (folder / "manifest.json").unlink()
+    assert describe(tmp_path / "run")[1]  # as while it is stored
+    (tmp_path / "run" / "checkpoint_0000000009").mkdir()
+    (tmp_path / "run" / "checkpoint_0000000009" / "state.json").write_text("{}")
+    text, whole = describe(tmp_path / "run")
+    assert not whole
+    assert "checkpoints  2, newest whole one none" in text
 
 
 def test_a_checkpoint_that_was_never_completed(tmp_path: Path) -> None:
@@ -117,6 +126,13 @@ def test_a_run_by_its_folder_or_its_trace(tmp_path: Path) -> None:
     ]
     (file,) = path.glob("trace/*")
     assert describe(file)[0].splitlines() == text.splitlines()[:-1]
+
+
+def test_a_metric_that_has_become_nan_is_shown(tmp_path: Path) -> None:
+    rows = [row(1), row(2, accuracy=0.97), row(3, accuracy=math.nan), row(4)]
+    path = write_rows(tmp_path / "mine", rows)
+    shown = "NaN; 0.97 was the last number, at effective step 4"
+    assert f"  accuracy     {shown}" in describe(path)[0].splitlines()
 
 
 def test_a_run_with_clipped_steps(tmp_path: Path) -> None:
@@ -285,9 +301,17 @@ def test_a_search_lists_its_trials(tmp_path: Path) -> None:
         "  effective step 1     lr=0.1",  # it has started again
         "  error 0.25           lr=0.1",
     ]
-    (tmp_path / "b" / "result.json").write_text("no JSON")
-    with pytest.raises(ValueError, match="does not hold a trial"):
-        describe(tmp_path)
+    # the last line was cut off; a line amid the others is damaged; there is none yet
+    with (tmp_path / "b" / "result.json").open("a") as file:
+        file.write('{"effective_st')
+    (tmp_path / "d" / "result.json").unlink()
+    assert describe(tmp_path) == (text, True)
+    (tmp_path / "c" / "result.json").write_text('no JSON\n{"effective_steps": 2}\n')
+    (tmp_path / "c" / "params.json").write_text("no JSON")
+    text, whole = describe(tmp_path)
+    assert not whole
+    assert text.splitlines()[3].startswith("  DAMAGED              c: Expecting value")
+    assert len(text.splitlines()) == 8
 
 
 def test_what_is_none_of_these_is_refused(tmp_path: Path) -> None:

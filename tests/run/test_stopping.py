@@ -138,7 +138,8 @@ def test_patience_is_counted_in_effective_steps_since_the_best(tmp_path: Path) -
         evaluate_every=4,
         early_stop=STOP,
     )
-    rows = drive(run)
+    with pytest.warns(UserWarning, match="NaN for 'accuracy' at effective step 12"):
+        rows = drive(run)
     assert run.stopped == "no better accuracy than 0.7 for 8 effective steps"
     assert run.state.iterations == 17  # the boundary after the one that has shown it
     assert rows[-1]["accuracy"] == 0.7
@@ -155,6 +156,16 @@ def test_patience_is_counted_in_effective_steps_since_the_best(tmp_path: Path) -
     )
     assert again.stopped == run.stopped
     assert drive(again) == []
+
+
+def test_a_run_that_ends_since_its_metric_is_nan_tells_so() -> None:
+    evaluate = scores(0.1, 0.5, math.nan, math.nan, math.nan)
+    run = make_run(model(), evaluate=evaluate, evaluate_every=4, early_stop=STOP)
+    with pytest.warns(UserWarning, match="NaN for 'accuracy' at effective step 8"):
+        drive(run)
+    assert run.stopped == (
+        "no better accuracy than 0.5 for 8 effective steps; it is NaN now"
+    )
 
 
 def test_a_start_after_the_evaluation_that_ends_a_run_ends_it_where_the_run_would(

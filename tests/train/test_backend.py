@@ -29,7 +29,7 @@ from ray_adascale.run.observe.eta import Eta, EtaTracker
 from ray_adascale.run.observe.metrics import METRICS
 from ray_adascale.run.observe.trace import Trace
 from ray_adascale.train import backend as worker
-from ray_adascale.train import worker_reports
+from ray_adascale.train import ray_record, worker_reports
 from ray_adascale.train.driver_channel import DriverClient
 from ray_adascale.train.worker_reports import LiveMetrics
 
@@ -406,6 +406,81 @@ def test_a_checkpoint_that_was_stored_and_not_reported_is_used_and_incomplete_on
     reported.append(_Reported(stored(15, 18, attempt=1), 18))
     assert found() == Path(reported[-1].checkpoint.path)
     assert whole.exists()
+
+
+@pytest.fixture
+def storing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> worker.RayTrainBackend:
+    """The backend of a start that finds two whole checkpoints, of which Ray has no
+    record.
+    """
+    for day in (10, 11):
+        checkpoint.save(
+            tmp_path / f"checkpoint_2026-11-{day}_00-00-00.000000",
+            {"x": torch.ones(1)},
+            {"iterations": day, "attempt": 0},
+        )
+    backend = object.__new__(worker.RayTrainBackend)
+    backend.rank, backend.world_size, backend._name = 0, 1, "mine"
+    backend.channel = object()  # the driver has the run's lock
+    backend._storage = SimpleNamespace(
+        storage_filesystem=pyarrow.fs.LocalFileSystem(),
+        experiment_fs_path=str(tmp_path),
+    )
+    monkeypatch.setattr(ray.train, "get_checkpoint", lambda: None)
+    return backend
+
+
+def found_by(backend: worker.RayTrainBackend) -> str | None:
+    with backend.latest_checkpoint() as path:
+        return None if path is None else path.name
+
+
+def test_a_read_that_fails_once_deletes_no_checkpoint(
+    tmp_path: Path,
+    storing: worker.RayTrainBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    newest = "checkpoint_2026-11-11_00-00-00.000000"
+    for step in ("list_names", "read_text"):
+        original = getattr(ray_record, step)
+        left = [OSError("AWS Error SLOW_DOWN")]
+
+        def once(
+            path: str, system: Any, original: Any = original, left: Any = left
+        ) -> Any:
+            if newest in path and left:
+                raise left.pop()
+            return original(path, system)
+
+        monkeypatch.setattr(ray_record, step, once)
+        assert found_by(storing) == "checkpoint_2026-11-10_00-00-00.000000"
+        assert f"{newest} is not used: it can't be read now (AWS Error" in caplog.text
+        caplog.clear()
+        assert found_by(storing) == newest  # a later start reads it
+
+
+def test_a_damaged_checkpoint_whose_files_are_all_there_is_left(
+    tmp_path: Path, storing: worker.RayTrainBackend
+) -> None:
+    newest = tmp_path / "checkpoint_2026-11-11_00-00-00.000000"
+    data = next(newest.glob("*.distcp"))
+    data.write_bytes(bytes(data.stat().st_size))
+    with pytest.warns(RuntimeWarning, match=f"Skipped the checkpoint .*{newest.name}"):
+        assert found_by(storing) == "checkpoint_2026-11-10_00-00-00.000000"
+    assert newest.exists()
+
+
+def test_checkpoints_without_manifest_are_told_of_and_left_where_the_run_begins_anew(
+    tmp_path: Path, storing: worker.RayTrainBackend
+) -> None:
+    for path in tmp_path.glob("checkpoint_*/manifest.json"):
+        path.unlink()
+    with pytest.warns(
+        RuntimeWarning, match="begins anew. Its folder has 2 checkpoints"
+    ):
+        assert found_by(storing) is None
+    assert len(list(tmp_path.glob("checkpoint_*/state.json"))) == 2
 
 
 def test_a_report_that_raises_leaves_nothing_behind(

@@ -233,6 +233,8 @@ def test_a_hang_counts_only_if_it_is_seen_without_a_break_and_a_process_is_ended
     ):  # on a busy machine a process that was killed is still there a moment later, and so is the hang
         look(now, hang())
         assert killed == [1]
-    look(90, hang(pid=2))  # of the next start
+    watch.log_slow(hang(), 100)
+    assert "Process 1 of worker 1 on node 10.0.0.1 was killed 69 s ago" in caplog.text
+    look(110, hang(pid=2))  # of the next start
     assert killed == [1, 2]
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 3

@@ -65,6 +65,8 @@ class Evaluation(Stage):
         self._early_stop = early_stop
         self._metric = metric
         self._names: set[str] = set()  # of the metrics of the last evaluation
+        self._nan: set[str] = set()  # those that were warned of
+        self._is_nan = False  # whether the metric of early_stop is
         self.evaluated_at = -1.0
         self.best: float | None = None
         self.best_at = -1.0
@@ -185,6 +187,7 @@ class Evaluation(Stage):
         stop = self._early_stop
         if stop is None or stop.metric is None or stop.metric not in metrics:
             return
+        self._is_nan = math.isnan(metrics[stop.metric])
         if stop.better(metrics[stop.metric], self.best):
             self.best = metrics[stop.metric]
             self.best_at = effective_steps
@@ -208,12 +211,14 @@ class Evaluation(Stage):
             "evaluated_at": self.evaluated_at,
             "best": self.best,
             "best_at": self.best_at,
+            "metric_is_nan": self._is_nan,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.evaluated_at = state["evaluated_at"]
         self.best = state["best"]
         self.best_at = state["best_at"]
+        self._is_nan = state["metric_is_nan"]
         self._awaits_stop = self._early_stop is not None  # it may just have ended
 
     def _reason(self) -> str:
@@ -222,7 +227,10 @@ class Evaluation(Stage):
         # best is None on a worker whose evaluations were all NaN. An error here would
         # leave the other workers waiting.
         than = "" if self.best is None else f" than {self.best:.4g}"
-        return f"no better {stop.metric}{than} for {stop.patience:g} effective steps"
+        now = "; it is NaN now" if self._is_nan else ""
+        return (
+            f"no better {stop.metric}{than} for {stop.patience:g} effective steps{now}"
+        )
 
     def _run(self, run: RunAtBoundary) -> None:
         assert self._evaluate is not None
@@ -234,9 +242,25 @@ class Evaluation(Stage):
                 f"time, at effective step {run.effective_steps:.0f}: reports and the "
                 "score have the value of an earlier evaluation."
             )
+        self._warn_of_nan(metrics, run.effective_steps)
         self.evaluated_step = run.state.iterations
         run.record(**metrics)
         run.state.metrics.update(run.state.recorded)
+
+    def _warn_of_nan(self, metrics: Mapping[str, Any], effective_steps: float) -> None:
+        """Warn of each metric that is NaN, once."""
+        found = {
+            name
+            for name, value in metrics.items()
+            if isinstance(value, float) and math.isnan(value)
+        }
+        if new := sorted(found - self._nan):
+            warn_on_first_worker(
+                f"evaluate returned NaN for {', '.join(map(repr, new))} at effective "
+                f"step {effective_steps:.0f}. It counts as no improvement, and is not "
+                "warned of again."
+            )
+        self._nan |= found
 
     def _evaluated(
         self, evaluate: Callable[[nn.Module], Mapping[str, float]]

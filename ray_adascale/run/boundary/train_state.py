@@ -69,6 +69,7 @@ class TrainState:
         base_schedule: The schedule of the base run.
         world_size: Number of workers.
         recipe: The recipe's fingerprint, or None.
+        settings: The settings that change what is trained, as a recipe keeps them.
         rank: This worker's number.
         device: The device of this worker.
         frozen: Names of the parameters that the program had frozen when the run was
@@ -89,6 +90,7 @@ class TrainState:
     base_schedule: BaseSchedule
     world_size: int
     recipe: str | None
+    settings: Mapping[str, Any]
     rank: int
     device: torch.device
     frozen: set[str]
@@ -145,6 +147,7 @@ class TrainState:
             "groups": self.groups,
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "recipe": self.recipe,
+            "settings": dict(self.settings),
             "rule": name_of(self.optimizer.rule),
             **self.users_state(out),
             "frozen": {
@@ -177,16 +180,16 @@ class TrainState:
             "extra": shared,
         }
 
-    def load(self, folder: Path, *, accept_changes: bool) -> int:
+    def load(self, folder: Path, *, accept_changes: bool) -> StepPlan:
         """Load a checkpoint into a run that was just built. Not collective.
 
         Args:
             folder: The folder of the checkpoint.
-            accept_changes: Use the program's base batch, T, LR curve and
+            accept_changes: Use the program's base batch, T, LR curve, settings and
                 hyperparameters, if they are not the checkpoint's.
 
         Returns:
-            Number of workers that wrote the checkpoint.
+            The batch of the step that would have followed.
 
         Raises:
             ValueError: They are not the checkpoint's, and the change was not accepted.
@@ -199,7 +202,13 @@ class TrainState:
         now = name_of(self.optimizer.rule)
         before = saved["rule"]
         of_rule = [] if now == before else [f"rule is {now!r}, was {before!r}"]
-        self._check_accepted(whole, of_schedule + of_groups + of_rule, accept_changes)
+        of_settings = [
+            f"{name} is {value!r}, was {saved['settings'][name]!r}"
+            for name, value in self.settings.items()
+            if value != saved["settings"][name]
+        ]
+        changed = of_schedule + of_groups + of_rule + of_settings
+        self._check_accepted(whole, changed, accept_changes)
         statistics = whole.tensors("adascale/")
         load_model(whole, self.module)
         self._load_requires_grad(saved)
@@ -216,7 +225,8 @@ class TrainState:
             self.schedule.load_state_dict(saved["schedule"])
         load_hyperparameters(self.optimizer, kept)
         self.optimizer.load_statistics_state(statistics)
-        workers: int = saved["plan"]["workers"]
+        plan = StepPlan(**saved["plan"])
+        workers = plan.workers
         if workers == self.world_size and (
             place := whole.tensors(f"data/{self.rank}/")
         ):
@@ -232,7 +242,7 @@ class TrainState:
         self.loop.attempt += 1
         if workers == self.world_size:
             load_rng(whole, self.rank, self.device)
-        return workers
+        return plan
 
     def _load_requires_grad(self, saved: Mapping[str, Any]) -> None:
         """Freeze and unfreeze what the loop had before the checkpoint, except where
@@ -343,7 +353,7 @@ def log_start(
     train_state: TrainState,
     plan: StepPlan,
     folder: Path | None,
-    workers_before: int | None,
+    before: StepPlan | None,
     checkpoint_every_s: float,
 ) -> None:
     """Log that a run begins, or where it resumes.
@@ -352,8 +362,7 @@ def log_start(
         train_state: The state of the run, loaded from the checkpoint if there is one.
         plan: The batch of the next step.
         folder: The checkpoint; None if the run begins.
-        workers_before: Number of workers that wrote the checkpoint; None if the run
-            begins.
+        before: The batch in the checkpoint; None if the run begins.
         checkpoint_every_s: Seconds between checkpoints.
     """
     workers = f"{plan.workers} worker{'' if plan.workers == 1 else 's'}"
@@ -380,8 +389,11 @@ def log_start(
             loop.iterations,
         )
         return
-    if workers_before not in (None, plan.workers):
-        workers += f" (before: {workers_before}; S is {plan.scale:g} now)"
+    assert before is not None
+    if before.workers != plan.workers:
+        workers += f" (before: {before.workers}; S is {plan.scale:g} now)"
+    elif before.scale != plan.scale:
+        workers += f" (S is {plan.scale:g} now, before: {before.scale:g})"
     _log.info(
         "Resumed from %s: optimizer step %d, effective step %.2f of %d, %s. Steps "
         "taken after this checkpoint are taken again: at most those of %g s and of the "

@@ -4,6 +4,7 @@ what was not is matched by name.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -186,6 +187,32 @@ def test_a_changed_hyperparameter_raises_and_is_used_where_accepted(
             run_of(tmp_path, after).optimizer.param_groups[0][message.split()[0]]
             == value
         )
+
+
+@pytest.mark.parametrize(
+    ("now", "message"),
+    [
+        ({"precision": "bf16"}, "precision is 'bf16', was 'fp32'"),
+        ({"grad_clip": 0.5}, "grad_clip is 0.5, was None"),
+    ],
+)
+def test_a_changed_setting_of_the_training_raises(
+    tmp_path: Path, now: dict[str, Any], message: str
+) -> None:
+    train(run_of(tmp_path, sgd()), 2)
+    with pytest.raises(ValueError, match=f"changed since its checkpoint.*{message}"):
+        run_of(tmp_path, sgd(), **now)
+    with pytest.warns(UserWarning, match=f"{message}. Accepted"):
+        train(run_of(tmp_path, sgd(), accept_changes=True, **now), 2)
+
+
+def test_a_resume_at_another_scale_has_both_in_its_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(run_of(tmp_path, sgd()), 2)
+    with caplog.at_level(logging.INFO, "ray_adascale"):
+        run_of(tmp_path, sgd(), accumulation=2)
+    assert ", 1 worker (S is 2 now, before: 1). Steps" in caplog.text
 
 
 def test_an_accepted_lr_leaves_what_the_program_did_not_change(tmp_path: Path) -> None:

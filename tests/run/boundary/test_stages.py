@@ -128,7 +128,8 @@ def test_a_worker_without_a_best_evaluation_of_its_own_ends_with_the_others() ->
     stage.after_record({"error": math.nan}, 4.0)
     assert (stage.best, stage.stalled) == (None, None)
     assert (
-        stage.act(FakeRun(Told()), STALLED) == "no better error for 10 effective steps"
+        stage.act(FakeRun(Told()), STALLED)
+        == "no better error for 10 effective steps; it is NaN now"
     )  # type: ignore[arg-type]
 
 
@@ -145,7 +146,10 @@ def test_a_run_has_stalled_once_its_best_evaluation_is_patience_ago(
     stage.after_record({"error": math.nan}, 12.0)
     assert stage.flags() == STALLED
     assert stage.act(FakeRun(Told()), STALLED) == stage.stalled  # type: ignore[arg-type]
-    assert stage.stalled == "no better error than 0.5 for 10 effective steps"
+    assert (
+        stage.stalled
+        == "no better error than 0.5 for 10 effective steps; it is NaN now"
+    )
     again = evaluating(early_stop=EarlyStop(patience=10, metric="error", mode=mode))
     again.load_state_dict(stage.state_dict())
     assert again.stalled == stage.stalled
