@@ -16,6 +16,7 @@ joined as in the test's id, match one of them.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import functools
 import os
@@ -192,6 +193,21 @@ def pytest_collection_modifyitems(
         others = [item for item in items if not _is_of(lane, item)]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in others]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Compile the simulated GPU, if a test needs it: the limit of the first one leaves
+    no time for a compiler on a busy machine.
+    """
+    needed = any(item.get_closest_marker("simulated") for item in session.items)
+    if not needed or session.config.option.collectonly:
+        return
+    from .simulated_gpu import build
+
+    if build.reason_to_skip() is None:
+        # the fixture raises it again
+        with contextlib.suppress(RuntimeError):
+            build.build()
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

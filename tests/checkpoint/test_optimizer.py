@@ -96,6 +96,7 @@ def _leg(
     return weights(model), hyperparameters(optimizer)
 
 
+@pytest.mark.timeout(300)  # the first test of a lane starts three pools
 @pytest.mark.also_simulated("momentum-f32", "adamw-bf16", "tensor-lr-f32")
 @pytest.mark.parametrize("low", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("name", MAKERS)
