@@ -35,6 +35,7 @@ from .chaos_workload import LENGTH, T
 
 WORKERS, NODES, BATCH = 2, 3, 4
 STEP_TIMEOUT_S = 20.0
+START_TRIES = 5
 HANG_S = 240.0
 """Seconds without a step after which a run counts as hung."""
 _MOST_DRIVERS = 25
@@ -109,11 +110,9 @@ class Surroundings:
 
         for folder in (self.record, self.storage):
             folder.mkdir(parents=True, exist_ok=True)
-        self.cluster = Cluster(
-            initialize_head=True,
-            head_node_args={"num_cpus": 0, "include_dashboard": False},
-        )
+        self.cluster = Cluster()
         try:
+            self._start_node(num_cpus=0, include_dashboard=False)  # the head
             for _ in range(NODES):
                 self.add_node()
             yield
@@ -122,7 +121,14 @@ class Surroundings:
             self.cluster.shutdown()
 
     def add_node(self) -> None:
-        self.nodes.append(self.cluster.add_node(num_cpus=1))
+        self.nodes.append(self._start_node(num_cpus=1))
+
+    def _start_node(self, **settings: Any) -> Any:
+        """Start a node. Ray gives it 30 s, which is not enough on a busy machine."""
+        for _ in range(START_TRIES - 1):
+            with suppress(Exception):  # of no class of its own
+                return self.cluster.add_node(**settings)
+        return self.cluster.add_node(**settings)
 
     def remove_node(self, random: random.Random) -> None:
         """Kill the processes of a node."""
