@@ -192,9 +192,10 @@ def read_options(folder: str) -> list[str]:
         )
     if text is None:
         raise ValueError(
-            f"Invalid run {folder!r}: no {OPTIONS} in {folder}. `ray-adascale train` "
-            "writes it; a run that was started otherwise goes on when it is started "
-            "again with the same name and storage path."
+            f"Invalid run {folder!r}: no {OPTIONS} in {folder}. Give a run's folder, "
+            "or its name and --storage-path. `ray-adascale train` writes the file; a "
+            "run that was started otherwise goes on when it is started again with the "
+            "same name and storage path."
         )
     try:
         words = shlex.split(text, comments=True)

@@ -494,11 +494,16 @@ def reference_run(
     expected, free = ExpectedNorm(), 0.0
     ended, unsampled = 0, False
     clip, patience = largest_norm(case), Patience()
+    before: Leg | None = None
     for leg in case.legs:
         curve, averages.total_steps = base_hyperparameters(case, leg), leg.total
         if base != leg.base:
             r = averages.rebase(base / leg.base, r)
         first, base = len(rows), leg.base
+        if before is not None and tau >= before.total:
+            # its evaluation at T may be the last one for a larger T as well
+            patience.ended = patience.stalled
+        before = leg
         while tau < leg.total and (leg.steps is None or len(rows) < first + leg.steps):
             if has_diverged(rows) or patience.ended:
                 break
