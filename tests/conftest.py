@@ -343,7 +343,9 @@ def ray_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """
     import ray  # here, as most tests need none
 
-    with pytest.MonkeyPatch.context() as patched:
+    from .ray_workers import forked_workers
+
+    with pytest.MonkeyPatch.context() as patched, forked_workers(patched.setattr):
         _few_services(patched)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Ray's own
