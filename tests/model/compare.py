@@ -199,7 +199,7 @@ def _has_grown(largest: list[float]) -> bool:
     Args:
         largest: Largest relative difference up to each step.
     """
-    steady = len(largest) > 100 and largest[50] < 1e-11
+    steady = len(largest) > 40 and largest[len(largest) // 3] < 1e-12
     return steady and 1e-7 < largest[-1] < 1000 * largest[-2]
 
 
