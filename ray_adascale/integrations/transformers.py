@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
-from transformers import Trainer, TrainerCallback
+from transformers import DefaultFlowCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import has_length
 
 from .._torch import in_eval_mode
@@ -52,11 +52,17 @@ class _Stop(TrainerCallback):
             kwargs["train_dataloader"]
         )
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.step_has_ended()
         self._trainer.show_expected_end()
         if self._trainer.schedule is not None and self._trainer.schedule.finished:
             control.should_training_stop = True
+            # The Trainer evaluates and saves at max_steps, which is T. Ask it what it
+            # does at the last step.
+            last = replace(state, max_steps=state.global_step)
+            for each in self._trainer.callback_handler.callbacks:
+                if isinstance(each, DefaultFlowCallback):
+                    each.on_step_end(args, last, control, **kwargs)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._trainer.training_has_ended()
@@ -66,8 +72,9 @@ class AdaScaleMixin(_Base):
     """A mixin for subclasses of ``transformers.Trainer``. :class:`ScaledTrainer` is the
     plain Trainer with it.
 
-    Training ends at τ ≥ T, after at most T optimizer steps. ``max_steps`` is set to T
-    unless the arguments set it, and ``num_train_epochs`` has no effect. A scheduler
+    Training ends at τ ≥ T, after at most T optimizer steps. The last step is evaluated
+    and saved as that of a plain run. ``max_steps`` is set to T unless the arguments set
+    it, and ``num_train_epochs`` has no effect. A scheduler
     that the Trainer creates has a length of T steps. If the loss is normalised over the
     tokens of a step (``num_items_in_batch``), each gradient sample is weighted by its
     tokens. If the model ignores that number, as BERT's classifier does, the passes are
@@ -150,11 +157,122 @@ class AdaScaleMixin(_Base):
         config = replace(
             config, precision=precision, grad_clip=config.grad_clip or clip
         ).with_recipe(recipe)
-        _, self._total_steps = base_length(config)
+        self._require_length(config)
+        per_epoch, self._total_steps = base_length(config)
         self._config = config
+        if self.is_world_process_zero():
+            for message in (
+                self._epochs_without_effect(per_epoch),
+                self._micro_batches_alike(),
+                self._shares_of_total_steps(),
+            ):
+                if message:
+                    warn_at_user(message)
         if self.args.max_steps <= 0:
             self.args.max_steps = self._total_steps
         self.add_callback(_Stop(self))
+
+    # ---- arguments that have another meaning here ------------------------------------
+
+    def _require_length(self, config: AdaScaleConfig) -> None:
+        """Check that the settings have T.
+
+        Raises:
+            ValueError: They have not.
+        """
+        if config.total_steps is not None or config.total_epochs is not None:
+            return
+        if self.args.max_steps > 0:
+            theirs = f"max_steps={self.args.max_steps}"
+            mine = f"total_steps={self.args.max_steps}"
+        else:
+            theirs = f"num_train_epochs={self.args.num_train_epochs:g}"
+            mine = f"total_epochs={self.args.num_train_epochs:g}"
+        raise ValueError(
+            f"Missing AdaScaleConfig({mine}): the base run's length T. It is not read "
+            f"from TrainingArguments({theirs}), which would count the larger steps of "
+            f"this run. If the base run had {theirs}, write AdaScaleConfig({mine})."
+        )
+
+    def _epochs_without_effect(self, per_epoch: float | None) -> str | None:
+        """Return a warning if ``num_train_epochs`` was set, and is not T.
+
+        Args:
+            per_epoch: Base steps in an epoch; None if unknown.
+        """
+        epochs = self.args.num_train_epochs
+        if (
+            epochs == type(self.args).num_train_epochs  # the default
+            or self.args.max_steps > 0
+            or per_epoch is None
+            or abs(epochs * per_epoch - self._total_steps) < 1
+        ):
+            return None
+        remedy = (
+            f"Write AdaScaleConfig(total_epochs={epochs:g}), or leave it out."
+            if self._recipe is None
+            else "Leave it out: T is the recipe's."
+        )
+        return (
+            f"num_train_epochs={epochs:g} has no effect: the run ends at T = "
+            f"{self._total_steps} base steps, which are "
+            f"{self._total_steps / per_epoch:.3g} epochs of the base run. {remedy}"
+        )
+
+    def _micro_batches_alike(self) -> str | None:
+        """Return a warning if the micro-batches of a step are of like lengths, and
+        their noise is measured.
+        """
+        if (
+            self.args.train_sampling_strategy != "group_by_length"
+            or (self._declared_scale == 1 and self._recorder is None)
+            or not has_length(self.train_dataset)
+        ):
+            return None
+        return (
+            'train_sampling_strategy="group_by_length" makes the examples of all '
+            "micro-batches of a step alike in length. Their gradients differ less than "
+            "those of random examples, so the noise is underestimated, the gain is too "
+            "small, and the run takes too many steps. Write "
+            'train_sampling_strategy="random".'
+        )
+
+    def _shares_of_total_steps(self) -> str | None:
+        """Return a warning if intervals are given as shares of a run that has fewer
+        steps than T.
+        """
+        kinds = ("logging", "eval", "save")
+        active = [
+            f"{kind}_steps"
+            for kind in kinds
+            if getattr(self.args, f"{kind}_strategy") == "steps"
+        ]
+        shares = {name: getattr(self.args, name) for name in active}
+        shares = {name: share for name, share in shares.items() if 0 < share < 1}
+        # A smaller max_steps is the run's real length.
+        shorter = 0 < self.args.max_steps < self._total_steps
+        if not shares or self._declared_scale == 1 or shorter:
+            return None
+        fewest = self._total_steps / self._declared_scale
+        given = ", ".join(f"{name}={share:g}" for name, share in shares.items())
+        better = ", ".join(
+            f"{name}={math.ceil(share * fewest)}" for name, share in shares.items()
+        )
+        return (
+            f"Shares of the run ({given}) are shares of T = {self._total_steps}, and "
+            "count optimizer steps. At scale "
+            f"{self._declared_scale:g} the run takes fewer than T optimizer steps, "
+            f"and at least {math.ceil(fewest)}. Give optimizer steps: {better}."
+        )
+
+    @property
+    def _declared_scale(self) -> float:
+        """S by the arguments."""
+        config = self._config
+        assert config.per_worker_batch_size is not None
+        assert config.base_batch_size is not None
+        batch = config.per_worker_batch_size * config.accumulation
+        return batch * self.args.world_size / config.base_batch_size
 
     # ---- optimizer and schedule ------------------------------------------------------
 
@@ -198,6 +316,22 @@ class AdaScaleMixin(_Base):
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Return the schedule, which was created with the optimizer, for T steps."""
         return self.lr_scheduler
+
+    def _require_own_parts(self) -> None:
+        """Check that no subclass has replaced the optimizer or the schedule.
+
+        Raises:
+            ValueError: One has.
+        """
+        if self.schedule is not None and self.lr_scheduler is self.schedule:
+            return
+        for method in ("create_optimizer", "create_scheduler"):
+            if getattr(type(self), method) is not getattr(AdaScaleMixin, method):
+                raise ValueError(
+                    f"{type(self).__name__}.{method}() has replaced AdaScale's. "
+                    "Override it in a subclass of transformers.Trainer, and put the "
+                    "mixin in front of that: class Mine(AdaScaleMixin, MyTrainer)."
+                )
 
     def _per_worker_batch_size(self) -> int:
         """Return the examples of a pass on one worker by the Trainer's arguments."""
@@ -247,6 +381,7 @@ class AdaScaleMixin(_Base):
         Returns:
             Whether no step is left.
         """
+        self._require_own_parts()
         assert self.schedule is not None
         batch = self._per_worker_batch_size()
         follow_batch(

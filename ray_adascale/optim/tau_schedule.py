@@ -251,8 +251,16 @@ class TauSchedule(LRScheduler):
 
         Raises:
             ValueError: This schedule has advanced already, or the state is another
-                scheduler's.
+                scheduler's, as in the checkpoint of a run without AdaScale.
         """
+        if "calls" not in state_dict:
+            raise ValueError(
+                "This is the checkpoint of a run without AdaScale: the scheduler's "
+                "state has no number of calls, so the effective step is unknown. "
+                "Finish that run without AdaScale, or load its weights alone and "
+                "begin a new run. To go on at its step k, load it in a loop of your "
+                "own, before ray_adascale.attach(..., starting_step=k)."
+            )
         if self._schedule.calls == 0 or self._schedule.calls != state_dict.get("calls"):
             self._schedule.load_state_dict(state_dict)
 

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from ray_adascale import read_trace
+from ray_adascale import AdaScaleConfig, read_trace
+from ray_adascale._warn import AdaScaleWarning
 
 from .. import samples_of
 from ..classifier import weights
@@ -117,6 +118,7 @@ def trainer(
 
     from ray_adascale.integrations.transformers import ScaledTrainer
 
+    kind = more.pop("kind", ScaledTrainer)
     with as_if_by_torchrun(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"(transformers|accelerate|torch)\.")
         warnings.filterwarnings("ignore", message=".*pin_memory.*")
@@ -129,13 +131,13 @@ def trainer(
             output_dir=folder,
             use_cpu=True,
             gradient_accumulation_steps=accumulation,
-            train_sampling_strategy="sequential",
             max_grad_norm=0.0,
             logging_steps=5,
             report_to=[],
             remove_unused_columns=False,
             **{
                 "save_strategy": "no",
+                "train_sampling_strategy": "sequential",
                 "disable_tqdm": True,
                 "per_device_train_batch_size": BATCH,
                 **arguments,
@@ -146,13 +148,12 @@ def trainer(
             _, optimizer, scheduler = make(total_steps)
             optimizer.param_groups[0]["params"] = list(model.parameters())
         try:
-            yield ScaledTrainer(
+            yield kind(
                 model=model,
                 args=args,
                 train_dataset=data,
                 optimizers=(optimizer, scheduler),
-                adascale=settings(total_steps),
-                **more,
+                **{"adascale": settings(total_steps), **more},
             )
         finally:
             AcceleratorState._reset_state(reset_partial_state=True)
@@ -399,6 +400,66 @@ def test_a_run_at_its_end_takes_no_further_step(knowing: Any, tmp_path: Path) ->
         assert len(found["warned"]) == (rank == 0)
 
 
+def done(trained: Any, folder: Path) -> dict[str, Any]:
+    """Steps that were evaluated and saved, and the step of the best model."""
+    return {
+        "evaluated": [
+            row["step"] for row in trained.state.log_history if "eval_loss" in row
+        ],
+        "saved": sorted(path.name for path in folder.glob("checkpoint-*")),
+        "best": trained.state.best_global_step,
+    }
+
+
+@pytest.mark.parametrize(
+    ("strategies", "at_the_end"),
+    [
+        ({"eval_strategy": "steps", "save_strategy": "steps"}, True),
+        ({"eval_strategy": "steps", "save_strategy": "best"}, True),
+        ({"eval_strategy": "epoch", "save_strategy": "epoch"}, True),
+        ({"save_strategy": "steps"}, True),
+        ({"eval_strategy": "steps", "eval_delay": 500}, False),
+        ({}, False),
+    ],
+)
+def test_the_last_step_is_evaluated_and_saved_as_that_of_a_plain_run(
+    alone: None, tmp_path: Path, strategies: dict[str, Any], at_the_end: bool
+) -> None:
+    """The Trainer's own callback compares with max_steps, which is T."""
+    import copy
+
+    from transformers import Trainer
+
+    data = rows_of(24)  # three steps an epoch
+    arguments = {"eval_steps": 500, "eval_dataset": data[:8], **strategies}
+    if {"eval_strategy", "save_strategy"} <= set(strategies):
+        arguments["load_best_model_at_end"] = True
+        arguments["metric_for_best_model"] = "loss"
+    ours = tmp_path / "ours"
+    with trainer(
+        Classifier(make(20)[0]), data, 20, 2, str(ours), **arguments
+    ) as scaled:
+        scaled.train()
+        steps = scaled.state.global_step
+        assert 10 <= steps < 20
+        args = copy.copy(scaled.args)
+        args.output_dir = str(tmp_path / "plain")
+        args.max_steps = steps
+        plain = Trainer(
+            model=Classifier(make(20)[0]),
+            args=args,
+            train_dataset=data,
+            eval_dataset=data[:8],
+        )
+        plain.train()
+    found = done(scaled, ours)
+    assert found == done(plain, tmp_path / "plain")
+    last = steps in found["evaluated"] or f"checkpoint-{steps}" in found["saved"]
+    assert last == at_the_end
+    if "load_best_model_at_end" in arguments:
+        assert found["best"] == steps
+
+
 def test_a_second_train_of_an_unfinished_run_goes_on_and_says_so(
     alone: None, tmp_path: Path
 ) -> None:
@@ -463,6 +524,183 @@ def test_a_model_made_anew_for_each_train_has_a_schedule_and_probes_of_its_own(
             noise.append([probe.sigma2 for probe in found])
     assert torch.equal(ends[0], ends[1])
     assert noise[0] == noise[1] != noise[2]
+
+
+# ---- settings of the Trainer that have another meaning --------------------------------
+
+
+def told(tmp_path: Path, passes: int = 2, **arguments: Any) -> list[str]:
+    """Warnings of this package as a trainer with T = 20 is built, 6 base steps an
+    epoch.
+    """
+    model = Classifier(make(20)[0])
+    data = rows_of(24)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with trainer(model, data, 20, passes, str(tmp_path), **arguments):
+            pass
+    return [str(w.message) for w in caught if w.category is AdaScaleWarning]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "write"),
+    [
+        ({"max_steps": 100}, {}, r"AdaScaleConfig\(total_steps=100\)"),
+        ({"num_train_epochs": 5}, {}, r"AdaScaleConfig\(total_epochs=5\)"),
+        ({}, {"scheduler_unit": "step"}, r"AdaScaleConfig\(total_epochs=3\)"),
+    ],
+)
+def test_a_missing_length_is_named_with_that_of_the_arguments(
+    alone: None,
+    tmp_path: Path,
+    arguments: dict[str, Any],
+    settings: dict[str, Any],
+    write: str,
+) -> None:
+    config = AdaScaleConfig(base_batch_size=BATCH, **settings)
+    with pytest.raises(ValueError, match=write):
+        told(tmp_path, adascale=config, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "length", "warned"),
+    [
+        ({"num_train_epochs": 5}, {"total_epochs": 2}, True),
+        ({"num_train_epochs": 5}, {"total_steps": 20}, True),
+        ({"num_train_epochs": 2}, {"total_epochs": 2}, False),
+        ({"num_train_epochs": 2}, {"total_steps": 12}, False),
+        ({}, {"total_epochs": 2}, False),
+        ({"num_train_epochs": 5, "max_steps": 12}, {"total_epochs": 2}, False),
+    ],
+)
+def test_other_epochs_than_those_of_the_settings_are_warned_of(
+    alone: None,
+    tmp_path: Path,
+    arguments: dict[str, Any],
+    length: dict[str, Any],
+    warned: bool,
+) -> None:
+    config = AdaScaleConfig(base_batch_size=BATCH, scheduler_unit="step", **length)
+    said = told(tmp_path, adascale=config, **arguments)
+    assert len(said) == warned
+    if warned:
+        assert "num_train_epochs=5 has no effect" in said[0]
+        assert "AdaScaleConfig(total_epochs=5)" in said[0]
+
+
+@pytest.mark.parametrize(("passes", "warned"), [(2, True), (1, False)])
+def test_micro_batches_of_like_lengths_are_warned_of(
+    alone: None, tmp_path: Path, passes: int, warned: bool
+) -> None:
+    said = told(tmp_path, passes, train_sampling_strategy="group_by_length")
+    assert len(said) == warned
+    if warned:
+        assert "the gain is too small" in said[0]
+        assert 'train_sampling_strategy="random"' in said[0]
+
+
+@pytest.mark.parametrize(
+    ("passes", "arguments", "write"),
+    [
+        (
+            2,
+            {
+                "eval_strategy": "steps",
+                "eval_steps": 0.25,
+                "save_strategy": "steps",
+                "save_steps": 0.5,
+            },
+            "eval_steps=3, save_steps=5",
+        ),
+        (1, {"save_strategy": "steps", "save_steps": 0.5}, None),
+        (2, {"save_strategy": "no", "save_steps": 0.5}, None),
+        (2, {"save_strategy": "steps", "save_steps": 5}, None),
+    ],
+)
+def test_shares_of_the_run_are_warned_of(
+    alone: None,
+    tmp_path: Path,
+    passes: int,
+    arguments: dict[str, Any],
+    write: str | None,
+) -> None:
+    said = told(tmp_path, passes, eval_dataset=rows_of(8), **arguments)
+    assert len(said) == (write is not None)
+    if write:
+        assert write in said[0]
+        assert "T = 20" in said[0]
+
+
+@pytest.mark.parametrize("method", ["create_scheduler", "create_optimizer"])
+def test_a_subclass_that_makes_its_own_parts_is_told_where_the_mixin_goes(
+    alone: None, tmp_path: Path, method: str
+) -> None:
+    from transformers import Trainer
+
+    from ray_adascale.integrations.transformers import AdaScaleMixin, ScaledTrainer
+
+    rates = []
+
+    def create_scheduler(
+        self: Any, num_training_steps: int, optimizer: Any = None
+    ) -> Any:
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer if optimizer is None else optimizer,
+            lambda step: 0.1 if step >= 10 else 1.0,
+        )
+        return self.lr_scheduler
+
+    def create_optimizer(self: Any) -> Any:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)
+        return self.optimizer
+
+    made = {"create_scheduler": create_scheduler, "create_optimizer": create_optimizer}
+    own = {method: made[method]}
+    arguments = {"optim": "sgd", "lr_scheduler_type": "constant", "learning_rate": LR}
+
+    def fit(kind: Any) -> None:
+        with trainer(
+            None,
+            rows_of(24),
+            20,
+            2,
+            str(tmp_path),
+            kind=kind,
+            **arguments,
+            model_init=lambda: Classifier(make(20)[0]),
+        ) as scaled:
+            scaled.train()
+            assert scaled.schedule.finished
+            rates.extend(scaled.schedule.base_schedule.lr_curve[0])
+
+    with pytest.raises(ValueError, match=rf"{method}\(\).*AdaScaleMixin, MyTrainer"):
+        fit(type("Mine", (ScaledTrainer,), own))
+    fit(type("Mine", (AdaScaleMixin, type("MyTrainer", (Trainer,), own)), {}))
+    assert rates[0] == LR
+    if method == "create_scheduler":
+        assert rates[10] == pytest.approx(LR / 10)
+
+
+def test_a_plain_runs_checkpoint_is_named_as_one(alone: None, tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    data = rows_of(24)
+    folder = str(tmp_path)
+    arguments = {
+        "model_init": lambda: Classifier(make(20)[0]),
+        "optim": "sgd",
+        "save_strategy": "steps",
+    }
+    with trainer(None, data, 20, 2, folder, **arguments) as scaled:
+        scaled.args.max_steps = 3
+        model = Classifier(make(20)[0])
+        Trainer(model=model, args=scaled.args, train_dataset=data).train()
+        scaled.args.max_steps = 20
+        with (
+            pytest.warns(UserWarning, match="has no AdaScale statistics"),
+            pytest.raises(ValueError, match="the checkpoint of a run without AdaScale"),
+        ):
+            scaled.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
 
 
 # ---- tokens --------------------------------------------------------------------------
