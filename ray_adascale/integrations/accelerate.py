@@ -14,11 +14,21 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from .._torch import called_to_make_state
+from .._warn import warn_on_first_worker
+from ..batch import StepPlan
 from ..config import AdaScaleConfig
+from ..optim.adascale import AdaScaleOptimizer
 from ..optim.tau_schedule import TauSchedule
 from ..recipe import Recipe
 from ..run.base.attach import attach
-from .client import early_step_end, with_clients_batch
+from .client import (
+    early_step_end,
+    epoch_of,
+    follow_batch,
+    parts_of,
+    with_clients_batch,
+)
 
 _PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
@@ -50,7 +60,9 @@ def prepare(
 
     The last step of an epoch may have fewer passes under ``accumulate()``. It counts
     for these passes alone. Accelerate divides its gradient by
-    ``gradient_accumulation_steps`` nevertheless; AdaScale turns it back into a mean.
+    ``gradient_accumulation_steps`` nevertheless; AdaScale turns it back into a mean,
+    unless the loop has set ``schedule.optimizer.sample_weights``: then its losses are
+    shares of the whole step's.
     ``accelerator.save_state`` and ``load_state`` include the statistics, τ and the
     schedule. From the second epoch on a resume is exact only with
     ``Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))``
@@ -59,7 +71,7 @@ def prepare(
 
     Args:
         accelerator: Its ``gradient_accumulation_steps`` is the number of passes of a
-            step.
+            step. It may change between two steps.
         model: The bare model.
         optimizer: The bare optimizer, with the LRs of the base batch.
         dataloader: Its ``batch_size`` is that of a pass on one worker (with
@@ -106,17 +118,85 @@ def prepare(
         ),
         per_worker_batch_size=(batch, "the dataloader's batch_size"),
         dataset=dataloader.dataset,
+        # One loader is for all workers: Accelerate gives each its batches.
+        epoch=epoch_of(dataloader),
+        recipe=recipe,
     )
     if accelerator.mixed_precision in ("bf16", "fp16"):
         config = replace(config, precision=accelerator.mixed_precision)
     adascale, schedule = attach(
         model, optimizer, scheduler, config, recipe, grad_scaler=accelerator.scaler
     )
-    adascale.step_end = early_step_end(adascale, lambda: accelerator.sync_gradients)
+    ends_early = early_step_end(adascale, lambda: accelerator.sync_gradients)
+
+    def step_end(number: int) -> StepPlan | None:
+        if number == 1:
+            _follow_passes(accelerator, schedule)
+        return ends_early(number)
+
+    adascale.step_end = step_end
     model, optimizer, dataloader = accelerator.prepare(model, adascale, dataloader)
     adascale.register_step_pre_hook(lambda *_: _refuse_settings_of(optimizer))
+    adascale.register_step_pre_hook(lambda *_: _check_passes(accelerator, schedule))
+    _warn_past_end(adascale, schedule)
     accelerator.prepare_scheduler(schedule)  # so that its state is saved and loaded
     return model, optimizer, dataloader, schedule
+
+
+def _follow_passes(accelerator: Accelerator, schedule: TauSchedule) -> None:
+    """Update the passes of the steps from this one on, at the beginning of its first
+    pass: the loop may have set ``gradient_accumulation_steps``.
+
+    A step of one gradient sample is not watched, so it can't be begun within a pass.
+    """
+    adascale, plan = parts_of(schedule)
+    passes = accelerator.gradient_accumulation_steps
+    watched = passes * plan.workers > 1
+    if passes != plan.passes and watched and adascale.at_boundary:
+        follow_batch(
+            schedule,
+            passes=passes,
+            per_worker_batch_size=plan.global_batch_size // plan.num_samples,
+        )
+
+
+def _check_passes(accelerator: Accelerator, schedule: TauSchedule) -> None:
+    """Check that Accelerate has divided the losses of the step by the passes of the
+    plan.
+
+    Raises:
+        ValueError: ``gradient_accumulation_steps`` was set within the step, or was or
+            is 1, so that no beginning of a step was seen.
+    """
+    _, plan = parts_of(schedule)
+    passes = accelerator.gradient_accumulation_steps
+    if passes != plan.passes:
+        batch = plan.global_batch_size // plan.num_samples
+        raise ValueError(
+            f"accelerator.gradient_accumulation_steps is now {passes}, and was "
+            f"{plan.passes} as this step began. Set it between two steps. If it was or "
+            "is 1, write after the line that sets it: "
+            "ray_adascale.integrations.client.follow_batch(schedule, "
+            f"passes={passes}, per_worker_batch_size={batch})."
+        )
+
+
+def _warn_past_end(adascale: AdaScaleOptimizer, schedule: TauSchedule) -> None:
+    """Warn of the first step that begins at τ ≥ T."""
+    total = schedule.base_schedule.total_steps
+
+    def before(*_: Any) -> None:
+        if called_to_make_state(adascale) or not schedule.finished:
+            return
+        hook.remove()
+        warn_on_first_worker(
+            f"A step begins at effective step {schedule.effective_steps:.0f}, past the "
+            f"schedule's end at {total}. This step and later ones have the schedule's "
+            "last learning rate, times the gain. End the loop at T: while not "
+            "schedule.finished, and after each step: if schedule.finished: break."
+        )
+
+    hook = adascale.register_step_pre_hook(before)
 
 
 def _refuse_settings_of(optimizer: Any) -> None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sized
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import BatchSampler, IterableDataset
 
 from .._errors import check_count
 from .._files import on_this_machine
@@ -42,12 +43,63 @@ LOGGED = ("gain", "scale", "effective_steps", "noise_scale", "efficiency")
 _COPY = "Give a folder here, and copy it."
 
 
+@dataclass(frozen=True)
+class Epoch:
+    """An epoch of a client's loader.
+
+    Attributes:
+        examples: Over all workers; None if unknown.
+        drop_last: Whether the loader leaves out a last batch that is not full.
+    """
+
+    examples: int | None
+    drop_last: bool = False
+
+    def base_length(self, base_batch_size: int) -> int | None:
+        """Return the examples of an epoch of the base run, a multiple of its batch: its
+        last step has a whole batch, or takes what is left.
+        """
+        if self.examples is None:
+            return None
+        steps = self.examples / base_batch_size
+        whole = math.floor(steps) if self.drop_last else math.ceil(steps)
+        return max(whole, 1) * base_batch_size
+
+
+def epoch_of(loader: Any, *, workers: int = 1) -> Epoch:
+    """Return the epoch of a ``DataLoader``.
+
+    Args:
+        loader: The dataloader; one without a sampler has no known epoch.
+        workers: Workers that each have such a loader of their own. 1 if it is for all.
+    """
+    batches: Any = getattr(loader, "batch_sampler", None)
+    sampler: Any = getattr(batches, "sampler", None)
+    drop_last = bool(getattr(batches, "drop_last", False))
+    dataset = getattr(loader, "dataset", None)
+    examples = None
+    if hasattr(sampler, "num_replicas") and hasattr(sampler, "dataset"):
+        examples = len(sampler.dataset)  # before it is shared out
+    elif isinstance(dataset, IterableDataset):
+        examples = len(dataset) if isinstance(dataset, Sized) else None
+    # Each worker's sampler may be of its share of the data or of all of it.
+    elif workers > 1:
+        examples = None
+    elif type(batches) is BatchSampler and isinstance(sampler, Sized):
+        examples = len(sampler)
+    elif hasattr(batches, "__len__") and getattr(batches, "batch_size", None):
+        examples = len(batches) * batches.batch_size
+    return Epoch(examples, drop_last)
+
+
 def with_clients_batch(
     config: AdaScaleConfig,
     *,
     accumulation: tuple[int, str],
     per_worker_batch_size: tuple[int | None, str],
     dataset: Any,
+    epoch: Epoch | None = None,
+    recipe: Recipe | None = None,
 ) -> AdaScaleConfig:
     """Return the settings with the client's batch.
 
@@ -57,7 +109,11 @@ def with_clients_batch(
         per_worker_batch_size: Examples of a pass on one worker, None if the client has
             no such number; and the client's setting that it comes from.
         dataset: The dataset. Its length is that of an epoch, unless the settings have
-            one.
+            one, or ``epoch`` is given.
+        epoch: What the client's loader reads in an epoch. A step of the base run ends
+            with it, as in the client's loop.
+        recipe: The result of a search. The steps of its base run may go on from one
+            epoch into the next.
 
     Raises:
         ValueError: The settings contradict the client.
@@ -82,7 +138,9 @@ def with_clients_batch(
             "batch size."
         )
     length = config.dataset_length
-    if length is None and isinstance(dataset, Sized):
+    if length is None and epoch is not None:
+        length = _base_length(config, epoch, recipe)
+    elif length is None and isinstance(dataset, Sized):
         length = len(dataset)
     return replace(
         config,
@@ -90,6 +148,21 @@ def with_clients_batch(
         per_worker_batch_size=batch,
         dataset_length=length,
     )
+
+
+def _base_length(
+    config: AdaScaleConfig, epoch: Epoch, recipe: Recipe | None
+) -> int | None:
+    """Return the examples of an epoch of the base run; None if they are unknown."""
+    base = config.base_batch_size
+    if recipe is not None:
+        base = recipe.base_batch_size
+    if base is None or epoch.examples is None:
+        return epoch.examples
+    if recipe is not None and recipe.base_steps_per_epoch == epoch.examples / base:
+        return epoch.examples
+    epoch = replace(epoch, drop_last=epoch.drop_last or config.drop_last)
+    return epoch.base_length(base)
 
 
 def parts_of(schedule: TauSchedule | None) -> tuple[AdaScaleOptimizer, StepPlan]:
@@ -139,7 +212,10 @@ def early_step_end(adascale: AdaScaleOptimizer, ends: Callable[[], bool]) -> Ste
     """Return a :data:`StepEnd` for a client that may step before the declared passes
     are complete, as at the end of an epoch.
 
-    The client divides the loss by the declared number of passes in every step.
+    The client divides the loss by the declared number of passes in every step, so its
+    mean over a shorter step is too small, and is corrected. Where the loop has set
+    :attr:`AdaScaleOptimizer.sample_weights`, its losses are shares of the whole step's
+    mean already, and are left as they are.
 
     Args:
         adascale: The optimizer.
@@ -147,8 +223,12 @@ def early_step_end(adascale: AdaScaleOptimizer, ends: Callable[[], bool]) -> Ste
     """
 
     def step_end(number: int) -> StepPlan | None:
+        if not ends():
+            return None
         plan = adascale.plan
-        return plan.shortened(number, loss_divisor=plan.passes) if ends() else None
+        if adascale.sample_weights is not None:
+            return plan.shortened(number)
+        return plan.shortened(number, loss_divisor=plan.passes)
 
     return step_end
 

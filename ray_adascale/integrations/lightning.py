@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -35,9 +36,11 @@ from ..optim.tau_schedule import TauSchedule
 from ..recipe import Recipe
 from ..run.base.attach import attach
 from .client import (
+    Epoch,
     RecipeRecorder,
     StepLog,
     early_step_end,
+    epoch_of,
     follow_batch,
     parts_of,
     with_clients_batch,
@@ -142,6 +145,8 @@ class AdaScaleCallback(Callback):
             accumulation=(passes, "Trainer(accumulate_grad_batches=...)"),
             per_worker_batch_size=(batch, "the dataloader's batch_size"),
             dataset=getattr(loader, "dataset", None),
+            epoch=_epoch_of(trainer, batch or self._config.per_worker_batch_size),
+            recipe=self._recipe,
         )
         precision = _PRECISIONS.get(str(trainer.precision))
         config = replace(
@@ -304,12 +309,22 @@ class AdaScaleCallback(Callback):
             return
         tau = schedule.effective_steps
         total = schedule.base_schedule.total_steps
-        if not schedule.finished:
+        ended = (
+            f"Training ended at effective step {tau:.0f} of {total}, before the "
+            "schedule's end"
+        )
+        limited = trainer.max_epochs != -1 or trainer.max_steps != -1
+        if not schedule.finished and limited:
             warn_at_user(
-                f"Training ended at effective step {tau:.0f} of {total}, before the "
-                f"schedule's end: max_epochs={trainer.max_epochs}, "
-                f"max_steps={trainer.max_steps}, or training was stopped. Set "
-                "max_epochs=-1: this callback stops at T."
+                f"{ended}: max_epochs={trainer.max_epochs}, "
+                f"max_steps={trainer.max_steps}, or training was stopped. Leave "
+                "max_steps out and set max_epochs=-1: this callback stops at T."
+            )
+        elif not schedule.finished:
+            warn_at_user(
+                f"{ended}: a callback (EarlyStopping), max_time or the user stopped "
+                "it. The learning rate has not reached the end of its curve. To train "
+                "to T, leave out what stops it; this callback stops at T."
             )
         elif self._steps_at_end > 1:
             warn_at_user(
@@ -328,6 +343,28 @@ def _batch_size_of(loader: Any) -> int | None:
     return getattr(loader, "batch_size", None) or getattr(
         getattr(loader, "batch_sampler", None), "batch_size", None
     )
+
+
+def _epoch_of(trainer: Trainer, batch: int | None) -> Epoch:
+    """Return what the trainer reads in an epoch: less than its loader has with
+    ``limit_train_batches``.
+
+    Args:
+        trainer: The trainer, with its data.
+        batch: Examples of a pass on one worker, None if unknown.
+    """
+    loader: Any = trainer.train_dataloader
+    epoch = epoch_of(loader, workers=trainer.world_size)
+    batches = trainer.num_training_batches
+    if not isinstance(loader, DataLoader) or batch is None or trainer.fast_dev_run:
+        return epoch
+    try:
+        all_batches: float = len(loader)
+    except TypeError:  # a stream
+        all_batches = math.inf
+    if batches >= all_batches:
+        return epoch
+    return replace(epoch, examples=int(batches) * batch * trainer.world_size)
 
 
 def _unit_of(scheduler: Any, config: AdaScaleConfig, recipe: Recipe | None) -> Any:

@@ -427,10 +427,13 @@ class EffectiveSchedule:
         self._left_lrs = self.lrs
 
     def _call_note(self, call: int, calls: int) -> str:
+        length = "T"
+        if self._last_call is not None:
+            length = f"{self._last_call + 1} {self._unit}s"
         return (
             f"In call {call + 1} of {type(self._scheduler).__name__}.step(), of "
             f"{calls} that are due. Make the scheduler for the length of the base run, "
-            "T: a workload reads it as config['total_steps']."
+            f"{length}: a workload reads T as config['total_steps']."
         )
 
     def _calls_before(self, step: int) -> int:

@@ -6,15 +6,18 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, SubsetRandomSampler, WeightedRandomSampler
 
 from ray_adascale import AdaScaleConfig
+from ray_adascale.integrations.client import follow_batch
 
 from .problem import (
     BATCH,
@@ -286,3 +289,177 @@ def test_what_is_set_on_the_wrapper_and_has_no_effect_is_refused(
 ) -> None:
     for told in pool(2).run(_weights_on_the_wrapper, name):
         assert f"Set schedule.optimizer.{name}" in told
+
+
+# ---- one process ---------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def alone(accumulation: int = 1) -> Iterator[Any]:
+    """An Accelerator of this process, with its passes a step."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    try:
+        yield Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+def prepared(acc: Any, loader: Any, config: AdaScaleConfig, **more: Any) -> Any:
+    """What the adapter's ``prepare`` returns for a model of the small task."""
+    from ray_adascale.integrations.accelerate import prepare
+
+    model, optimizer, _ = make(1)
+    return prepare(acc, model, optimizer, loader, None, config, **more)
+
+
+def one_epoch(
+    acc: Any,
+    model: Any,
+    optimizer: Any,
+    loader: Any,
+    schedule: Any,
+    loss: Callable[[Any, int], Tensor] | None = None,
+) -> None:
+    for number, batch in enumerate(loader):
+        with acc.accumulate(model):
+            acc.backward(loss_of(model, batch) if loss is None else loss(batch, number))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+
+def test_a_step_past_the_end_is_warned_of_once() -> None:
+    with alone() as acc:
+        parts = prepared(acc, DataLoader(dataset(40), batch_size=BATCH), settings(10))
+        one_epoch(acc, *parts)  # ten steps, to T
+        with pytest.warns(
+            UserWarning,
+            match=r"begins at effective step 10, .* end at 10.*"
+            r"while not schedule\.finished.*if schedule\.finished: break",
+        ) as caught:
+            one_epoch(acc, *parts)
+        assert len(caught) == 1
+
+
+def watched(model: nn.Module, schedule: Any) -> list[tuple[Tensor, float]]:
+    """The gradient and the scale of each step to come."""
+    seen: list[tuple[Tensor, float]] = []
+
+    def before(*_: Any) -> None:
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters()])  # type: ignore[union-attr]
+        seen.append((gradient.clone(), schedule.optimizer.scale))
+
+    schedule.optimizer.wrapped.register_step_pre_hook(before)
+    return seen
+
+
+def gradient_at(model: nn.Module, loss: Callable[[], Tensor]) -> Tensor:
+    """The gradient of a loss, without a backward pass that AdaScale sees."""
+    grads = torch.autograd.grad(loss(), list(model.parameters()))
+    return torch.cat([grad.flatten() for grad in grads])
+
+
+@pytest.mark.parametrize("later", [2, 8])
+def test_passes_that_change_between_epochs_are_followed(later: int) -> None:
+    x, y = dataset(16 * BATCH).tensors
+    with alone(4) as acc:
+        loader = DataLoader(dataset(16 * BATCH), batch_size=BATCH)
+        parts = prepared(acc, loader, settings(1000))
+        model, _, _, schedule = parts
+        one_epoch(acc, *parts)
+        acc.gradient_accumulation_steps = later
+        rows = slice(0, later * BATCH)
+        expected = gradient_at(model, lambda: loss_of(model, (x[rows], y[rows])))
+        seen = watched(model, schedule)
+        one_epoch(acc, *parts)
+    assert [scale for _, scale in seen] == [later] * (16 // later)
+    torch.testing.assert_close(seen[0][0], expected)
+    assert schedule.plan.passes == later
+
+
+@pytest.mark.parametrize(("first", "later"), [(1, 4), (4, 1)])
+def test_passes_that_change_from_or_to_one_are_refused_with_what_to_write(
+    first: int, later: int
+) -> None:
+    with alone(first) as acc:
+        loader = DataLoader(dataset(16 * BATCH), batch_size=BATCH)
+        parts = prepared(acc, loader, settings(1000))
+        one_epoch(acc, *parts)
+        acc.gradient_accumulation_steps = later
+        with pytest.raises(
+            ValueError,
+            match=rf"gradient_accumulation_steps is now {later}, and was {first}.*"
+            rf"follow_batch\(schedule, passes={later}, per_worker_batch_size=4\)",
+        ):
+            one_epoch(acc, *parts)
+        parts[1].zero_grad()
+        acc.gradient_accumulation_steps = first
+        one_epoch(acc, *parts)
+        acc.gradient_accumulation_steps = later
+        follow_batch(parts[-1], passes=later, per_worker_batch_size=BATCH)
+        seen = watched(parts[0], parts[-1])
+        one_epoch(acc, *parts)
+    assert [scale for _, scale in seen] == [later] * (16 // later)
+
+
+def test_a_mean_over_the_whole_step_with_sample_weights_is_not_made_a_mean_again() -> (
+    None
+):
+    # Six passes, four a step: 4, 2. The loss is a mean over a step's units, of which
+    # micro-batch i has 1 + i % 3 each example.
+    x, y = dataset(6 * BATCH).tensors
+    units = [float(1 + i % 3) for i in range(6)]
+    steps = [range(4), range(4, 6)]
+    with alone(4) as acc:
+        loader = DataLoader(dataset(6 * BATCH), batch_size=BATCH)
+        parts = prepared(acc, loader, settings(1000))
+        model, _, _, schedule = parts
+        seen = watched(model, schedule)
+        expected = []
+
+        def loss(batch: Any, number: int) -> Tensor:
+            step = steps[number // 4]
+            total = sum(units[i] for i in step) * BATCH
+            if number == step[0]:
+                rows = slice(step[0] * BATCH, (step[-1] + 1) * BATCH)
+                each = torch.tensor(
+                    [units[i] for i in step], dtype=x.dtype
+                ).repeat_interleave(BATCH)
+                expected.append(
+                    gradient_at(
+                        model,
+                        lambda: (
+                            F.cross_entropy(model(x[rows]), y[rows], reduction="none")
+                            @ each
+                            / total
+                        ),
+                    )
+                )
+            schedule.optimizer.sample_weights = [units[i] * BATCH / total for i in step]
+            summed = F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+            return summed * units[number] * 4 / total
+
+        one_epoch(acc, *parts, loss)
+    assert [scale for _, scale in seen] == [4, 2]
+    for (gradient, _), wanted in zip(seen, expected, strict=True):
+        torch.testing.assert_close(gradient, wanted)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "batches"),
+    [
+        (SubsetRandomSampler(range(20)), 5),
+        (WeightedRandomSampler(torch.ones(40), 100), 25),
+    ],
+)
+def test_an_epoch_has_the_examples_of_the_loaders_sampler(
+    sampler: Any, batches: int
+) -> None:
+    config = AdaScaleConfig(base_batch_size=BATCH, total_epochs=3)
+    with alone(2) as acc:
+        loader: Any = DataLoader(dataset(40), BATCH, sampler=sampler)
+        *_, schedule = prepared(acc, loader, config)
+    assert schedule.base_schedule.total_steps == 3 * batches

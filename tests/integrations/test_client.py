@@ -8,6 +8,7 @@ import copy
 import itertools
 import math
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,26 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
 
 from ray_adascale import AdaScaleConfig, attach, read_trace
-from ray_adascale.integrations.client import RecipeRecorder, StepLog, follow_batch
+from ray_adascale.integrations.client import (
+    Epoch,
+    RecipeRecorder,
+    StepLog,
+    epoch_of,
+    follow_batch,
+    with_clients_batch,
+)
 
+from ..samples_of import recipe as recipe_with
 from .problem import BATCH, dataset, loss_of, make, settings
 
 
@@ -253,3 +270,89 @@ def test_a_recipe_of_a_resumed_run_warns_of_the_noise_that_it_lacks(
         "before effective step 4 was not recorded" in str(each.message) for each in seen
     ]
     assert told == [True] * (resumed_at > 0)
+
+
+# ---- the client's epoch --------------------------------------------------------------
+
+DATA = dataset(40)
+
+
+class Buckets(BatchSampler):
+    """A batch sampler of the user's own."""
+
+    def __len__(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize(
+    ("loader", "workers", "epoch"),
+    [
+        (DataLoader(DATA, 4), 1, Epoch(40, drop_last=False)),
+        (DataLoader(DATA, 4, drop_last=True), 1, Epoch(40, drop_last=True)),
+        (DataLoader(DATA, 4, sampler=SubsetRandomSampler(range(20))), 1, Epoch(20)),
+        (DataLoader(DATA, 4, sampler=RandomSampler(DATA, num_samples=9)), 1, Epoch(9)),
+        # of all workers: the sampler knows them
+        (DataLoader(DATA, 4, sampler=DistributedSampler(DATA, 3, 0)), 3, Epoch(40)),
+        # of each worker: maybe its share, maybe all of the data
+        (DataLoader(DATA, 4), 2, Epoch(None)),
+        (
+            DataLoader(DATA, batch_sampler=Buckets(SequentialSampler(DATA), 5, False)),
+            1,
+            Epoch(15),
+        ),
+        (
+            DataLoader(DATA, batch_sampler=Buckets(SequentialSampler(DATA), 5, False)),
+            2,
+            Epoch(None),
+        ),
+        (None, 1, Epoch(None)),
+    ],
+)
+def test_an_epoch_is_what_the_loader_reads(
+    loader: Any, workers: int, epoch: Epoch
+) -> None:
+    assert epoch_of(loader, workers=workers) == epoch
+
+
+@pytest.mark.parametrize(
+    ("more", "epoch", "length"),
+    [
+        ({}, Epoch(10), 12),  # 3 base batches of 4
+        ({}, Epoch(10, drop_last=True), 8),
+        ({"drop_last": True}, Epoch(10), 8),
+        ({"dataset_length": 99}, Epoch(10), 99),
+        ({}, Epoch(None), None),
+    ],
+)
+def test_an_epoch_of_the_base_run_has_whole_steps_as_the_loader_makes_them(
+    more: Any, epoch: Epoch, length: int | None
+) -> None:
+    config = with_clients_batch(
+        settings(12, **more),
+        accumulation=(1, "theirs"),
+        per_worker_batch_size=(4, "theirs"),
+        dataset=DATA,
+        epoch=epoch,
+    )
+    assert config.dataset_length == length
+
+
+def test_an_epoch_is_that_of_the_recipes_base_run_if_it_went_on_into_the_next_epoch() -> (
+    None
+):
+    def length(per_epoch: float) -> int | None:
+        return with_clients_batch(
+            AdaScaleConfig(),
+            accumulation=(1, "theirs"),
+            per_worker_batch_size=(4, "theirs"),
+            dataset=DATA,
+            epoch=Epoch(10),
+            recipe=replace(
+                recipe_with([(0.0, 3.0, 1.0)]),
+                base_batch_size=4,
+                base_steps_per_epoch=per_epoch,
+            ),
+        ).dataset_length
+
+    assert length(2.5) == 10
+    assert length(3.0) == 12

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import DataLoader, IterableDataset, Subset, SubsetRandomSampler
 
 from ray_adascale import AdaScaleConfig, read_trace
 from ray_adascale.analysis.report import write_report
@@ -445,6 +445,60 @@ def test_a_run_that_ends_too_early_is_warned_of() -> None:
         fit(AdaScaleCallback(settings(1000)), module(1000), max_epochs=1)
 
 
+def test_a_run_that_a_callback_stops_is_not_told_to_set_what_it_has() -> None:
+    import lightning.pytorch as pl
+
+    class Stops(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.should_stop = True
+
+    with pytest.warns(UserWarning, match=r"of 1000.*EarlyStopping") as caught:
+        fit([AdaScaleCallback(settings(1000)), Stops()], module(1000))
+    assert not any("max_epochs" in str(w.message) for w in caught)
+
+
+def test_a_scheduler_that_is_too_short_is_refused_with_the_length_of_the_run() -> None:
+    wanted = module(100)
+    wanted.scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        wanted.optimizer, max_lr=LR, total_steps=50
+    )
+    with pytest.raises(ValueError, match="Tried to step 51 times") as caught:
+        fit(AdaScaleCallback(settings(100)), wanted)
+    assert "length of the base run, 100 steps:" in caught.value.__notes__[0]
+
+
+def test_an_average_of_weights_decays_with_the_gain_as_the_page_has_it() -> None:
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import WeightAveraging
+
+    decay = 0.9
+    callback = AdaScaleCallback(settings(20))
+    averages: list[Tensor] = []
+
+    class Average(pl.Callback):
+        """By hand."""
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            optimizer = callback.schedule.optimizer
+            if not optimizer.at_boundary:
+                return
+            now = weights(pl_module).clone()
+            if not averages:
+                averages.append(now)
+            kept = decay**optimizer.last_step.gain
+            averages.append(kept * averages[-1] + (1 - kept) * now)
+
+    averaging = WeightAveraging(
+        avg_fn=lambda average, weight, _: torch.lerp(
+            weight, average, decay**callback.schedule.optimizer.last_step.gain
+        )
+    )
+    wanted = module(20)
+    fit([callback, Average(), averaging], wanted)
+    assert callback.schedule.effective_steps >= 20
+    torch.testing.assert_close(weights(wanted), averages[-1])
+
+
 def scheduled_module(interval: str | None, **more: Any) -> Any:
     """A module whose scheduler has this interval, or Lightning's default; and
     further entries beside it.
@@ -670,3 +724,65 @@ def test_what_it_cannot_be_right_with_is_refused() -> None:
         # one of its own needs GPUs and processes
         made.strategy.__class__ = ModelParallelStrategy
         _check(made)
+
+
+# ---- an epoch ------------------------------------------------------------------------
+
+
+def shuffled(examples: int, *, drop_last: bool, **more: Any) -> Any:
+    order = torch.Generator().manual_seed(3)
+    shuffle = "sampler" not in more
+    return DataLoader(
+        dataset(examples),
+        BATCH,
+        shuffle=shuffle,
+        drop_last=drop_last,
+        generator=order,
+        **more,
+    )
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_at_scale_1_a_run_in_epochs_is_bit_identical_to_lightnings_own(
+    drop_last: bool,
+) -> None:
+    ends = []
+    for callbacks, epochs in (
+        ([], 3),
+        ([AdaScaleCallback(AdaScaleConfig(base_batch_size=BATCH, total_epochs=3))], -1),
+    ):
+        wanted = scheduled_module("epoch")
+        with quiet():
+            made = trainer(callbacks, 1, max_epochs=epochs)
+            made.fit(wanted, shuffled(22, drop_last=drop_last))
+        ends.append((made.global_step, weights(wanted).tolist()))
+    assert ends[0][0] == 3 * (5 if drop_last else 6)
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize(
+    ("limit", "passes", "total_steps"),
+    [(0.5, 1, 15), (0.5, 2, 15), (4, 1, 12), (4, 2, 12), (1.0, 2, 30), (99, 1, 30)],
+)
+def test_an_epoch_has_the_batches_that_the_trainer_is_limited_to(
+    limit: float, passes: int, total_steps: int
+) -> None:
+    config = AdaScaleConfig(
+        base_batch_size=BATCH, total_epochs=3, scheduler_unit="step"
+    )
+    callback = AdaScaleCallback(config)
+    wanted = module(total_steps)
+    with quiet():
+        trainer([callback], passes, limit_train_batches=limit).fit(wanted, data(40))
+    assert callback.schedule.base_schedule.total_steps == total_steps
+
+
+def test_an_epoch_has_the_examples_of_the_sampler() -> None:
+    config = AdaScaleConfig(
+        base_batch_size=BATCH, total_epochs=3, scheduler_unit="step"
+    )
+    callback = AdaScaleCallback(config)
+    half = shuffled(40, drop_last=True, sampler=SubsetRandomSampler(range(20)))
+    with quiet():
+        trainer([callback], 1).fit(module(15), half)
+    assert callback.schedule.base_schedule.total_steps == 15
