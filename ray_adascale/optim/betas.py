@@ -57,7 +57,8 @@ class BetaRule:
 
     A decoupled weight decay, as AdamW's, is multiplied by the LR. If the LR factor is
     not c, the decay is multiplied by c over that factor, so that it acts once for each
-    effective step, as in the base run.
+    effective step, as in the base run. Adam's ε is multiplied by that factor over c, as
+    √v is: by 1/√r for an LR times √r in a step of gain r.
 
     In an :class:`ray_adascale.OptimizerChain` the rule changes the groups that have
     betas. Groups with a momentum in place of betas keep it, unless ``momentum`` or
@@ -249,9 +250,13 @@ class BetaRule:
             new = {}
             if factors is not None and e != 1:
                 new = _changed(optimizer, group, factors, e)
-            if lr_factor not in (0, increment) and group.get("decoupled_weight_decay"):
-                # lr · decay acts once for each effective step
-                new["weight_decay"] = group["weight_decay"] * increment / lr_factor
+            if lr_factor not in (0, increment):
+                if group.get("decoupled_weight_decay"):
+                    # lr · decay acts once for each effective step
+                    new["weight_decay"] = group["weight_decay"] * increment / lr_factor
+                if "betas" in group and "eps" in group:
+                    # √r·g / (√v/√r + ε/√r) = r·g / (√v + ε): of √v the same share
+                    new["eps"] = group["eps"] * lr_factor / increment
             changes.append(new)
         kept = [
             {key: group[key] for key in new}

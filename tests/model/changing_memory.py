@@ -24,11 +24,11 @@ def adam_with_changing_betas(
     *,
     betas: tuple[float, float],
     decays: Sequence[float],
-    eps: float = 1e-8,
+    epsilons: Sequence[float],
     infinity: bool = False,
 ) -> list[Vector]:
     """A parameter after each step of AdamW, of which step k has the betas ``β^e_k``
-    and its own decoupled decay; the products of betas written out.
+    its own decoupled decay and ε; the products of betas written out.
 
     A step whose gradient is None leaves the parameter alone. ``infinity``: Adamax in
     place of AdamW, with ε added to |g|.
@@ -37,7 +37,9 @@ def adam_with_changing_betas(
     m, v = np.zeros_like(x), np.zeros_like(x)
     product1 = product2 = 1.0
     out = []
-    for g, e, lr, decay in zip(gradients, exponents, lrs, decays, strict=True):
+    for g, e, lr, decay, eps in zip(
+        gradients, exponents, lrs, decays, epsilons, strict=True
+    ):
         if g is not None:
             b1, b2 = betas[0] ** e, betas[1] ** e
             # 1 − Π β: the sum of the weights that an average has given to gradients so
@@ -60,15 +62,17 @@ def step_with_betas(
     group: dict[str, Any],
     exponent: float,
     decay: float,
-    so_far: tuple[list, list, list, list, Vector],
+    eps: float,
+    so_far: tuple[list, list, list, list, list, Vector],
 ) -> None:
     """AdamW's or Adamax's step with β^e, all steps anew."""
-    found, exponents, lrs, decays, start = so_far
+    found, exponents, lrs, decays, epsilons, start = so_far
     sign = -1 if group["maximize"] else 1
     found.append(None if p.grad is None else sign * p.grad.double().numpy().ravel())
     exponents.append(exponent)
     lrs.append(group["lr"])
     decays.append(decay)
+    epsilons.append(eps)
     after = adam_with_changing_betas(
         start,
         found,
@@ -76,6 +80,7 @@ def step_with_betas(
         lrs,
         betas=group["betas"],
         decays=decays,
+        epsilons=epsilons,
         infinity="amsgrad" not in group,
     )
     with torch.no_grad():

@@ -476,7 +476,7 @@ def reference_run(
         single_gain=case.single_gain or not bare,
     )
     betas = {
-        p: ([], [], [], [], p.detach().double().numpy().ravel().copy())
+        p: ([], [], [], [], [], p.detach().double().numpy().ravel().copy())
         for g in groups
         for p in g["params"]
     }
@@ -658,8 +658,9 @@ def reference_run(
                 elif remembers:
                     # AdamW's decay is decoupled; Adamax has none here
                     decay = group["weight_decay"] * exponent / factor
+                    eps = group["eps"] * factor / exponent
                     for p in group["params"]:
-                        step_with_betas(p, group, exponent, decay, betas[p])
+                        step_with_betas(p, group, exponent, decay, eps, betas[p])
             for member in () if remembers else members:
                 member.step()
             tau += increment  # or the whole number that the sum equals but for rounding

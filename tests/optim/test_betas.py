@@ -177,14 +177,18 @@ def test_the_bias_correction_is_that_of_the_product_of_the_betas(
     given: list[list[Any]] = [list(of_one) for of_one in gradients]
     given[1][0] = given[1][3] = given[1][4] = None  # it begins late, and pauses
     params = [nn.Parameter(start.clone()) for start in starts]
-    optimizer: Any = cls(params, lr=0.1, betas=(0.9, 0.99), **options)  # type: ignore[call-arg]
+    optimizer: Any = cls(params, lr=0.1, betas=(0.9, 0.99), eps=0.3, **options)  # type: ignore[call-arg]
     step_counts = BiasCorrectionCounters(optimizer)
     seen = []
+    decay = options.get("weight_decay", 0.0)
     for k, e in enumerate(EXPONENTS):
         for p, of_one in zip(params, given, strict=True):
             p.grad = None if of_one[k] is None else of_one[k].clone()
-        with BetaRule().applied(optimizer.param_groups, optimizer, [e], step_counts):
+        with BetaRule().applied(
+            optimizer.param_groups, optimizer, [e], step_counts, [math.sqrt(e)]
+        ):
             optimizer.step()
+        assert optimizer.param_groups[0]["eps"] == 0.3
         seen.append([p.detach().numpy().copy() for p in params])
     for i in range(2):
         expected = adam_with_changing_betas(
@@ -193,7 +197,8 @@ def test_the_bias_correction_is_that_of_the_product_of_the_betas(
             EXPONENTS,
             [0.1] * len(EXPONENTS),
             betas=(0.9, 0.99),
-            decays=[options.get("weight_decay", 0.0)] * len(EXPONENTS),
+            decays=[decay * math.sqrt(e) for e in EXPONENTS],
+            epsilons=[0.3 / math.sqrt(e) for e in EXPONENTS],
             infinity=cls is Adamax,
         )
         np.testing.assert_allclose(

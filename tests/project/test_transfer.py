@@ -221,15 +221,15 @@ def test_the_questions_of_adamw_have_the_methods_and_lrs_that_their_sections_nam
     assert further.edge.grid("vit") == [(pytest.approx(1.4 * tuned, rel=1e-3), "own")]
 
 
-def test_a_rule_with_epsilon_over_root_r_puts_it_back(optimizers: Any) -> None:
+def test_a_rule_that_leaves_epsilon(optimizers: Any) -> None:
     from ray_adascale.optim.betas import BiasCorrectionCounters
 
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], eps=1.0)
     (group,) = optimizer.param_groups
-    rule = optimizers.BetasAndEpsilon()
+    rule = optimizers.FixedEpsilon()
     counts = BiasCorrectionCounters(optimizer)
     with rule.applied(optimizer.param_groups, optimizer, [4.0], counts, [2.0]):
-        assert group["eps"] == 0.5
+        assert group["eps"] == 1.0
         assert group["betas"] == (0.9**4, 0.999**4)
         assert group["weight_decay"] == pytest.approx(0.01 * 4 / 2)
     assert group["eps"] == 1.0
