@@ -346,3 +346,10 @@ def test_a_loop_that_ends_before_t_is_told_as_the_process_ends(
         ended.stderr.count("The training loop has ended at effective step") == told
     ), ended.stderr
     assert "of 40, so the learning rate has not reached" in ended.stderr or not told
+
+
+def test_the_state_of_a_plain_scheduler_is_named_as_one() -> None:
+    _, _, schedule = made(SCHEDULERS["cosine"])
+    plain = SCHEDULERS["cosine"](SGD(make_model().parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="the checkpoint of a run without AdaScale"):
+        schedule.load_state_dict(plain.state_dict())
