@@ -220,7 +220,9 @@ def test_a_run_that_begins_to_clip_in_its_second_start_measures_from_there(
     tmp_path: Path,
 ) -> None:
     train(None, tmp_path, stop=12)
-    assert train("1.5x", tmp_path).effective_steps >= T
+    with pytest.warns(UserWarning, match="grad_clip is '1.5x', was None. Accepted"):
+        run = train("1.5x", tmp_path, accept_changes=True)
+    assert run.effective_steps >= T
 
 
 def by_value(sharding: str, precision: str, passes: int) -> list[float]:

@@ -1114,10 +1114,11 @@ def test_a_mistake_in_evaluate_shows_before_the_first_step(
 
 def test_a_metric_that_is_nan_before_the_first_step_is_told() -> None:
     run = make_run(model(), evaluate=lambda _: {"accuracy": math.nan})
-    with pytest.warns(
-        UserWarning, match="evaluate returned NaN for the untrained model: 'accuracy'"
-    ):
+    with pytest.warns(UserWarning, match="evaluate returned NaN") as caught:
         drive(run)
+    untrained, of_step = [str(each.message) for each in caught]
+    assert "evaluate returned NaN for the untrained model: 'accuracy'" in untrained
+    assert "evaluate returned NaN for 'accuracy' at effective step" in of_step
 
 
 def test_the_evaluation_of_the_untrained_model_is_told_and_leaves_the_random_streams(
