@@ -25,6 +25,7 @@ RECORD = "checkpoint_manager_snapshot.json"
 changes.
 """
 RENAMED = "checkpoint_manager_snapshot.cut-off.json"
+_UNREADABLE = "%s is not used: it can't be read now (%s)."
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,10 @@ def is_whole(filesystem: pyarrow.fs.FileSystem, path: str) -> bool:
     """
     try:
         return not _lacking(filesystem, path)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except OSError as e:
+        _log.warning(_UNREADABLE, path, e)
+        return False
+    except (ValueError, LookupError, TypeError, AttributeError):
         return False
 
 
@@ -168,7 +172,7 @@ def sealed_checkpoints(
         except NotADirectoryError:
             continue
         except OSError as e:
-            _log.warning("%s is not used: it can't be read now (%s).", path, e)
+            _log.warning(_UNREADABLE, path, e)
             continue
         except (ValueError, LookupError, TypeError, AttributeError):
             continue  # damaged

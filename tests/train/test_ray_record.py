@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow.fs
 import pytest
@@ -13,9 +14,12 @@ import torch
 from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
 
 from ray_adascale import checkpoint
+from ray_adascale.train import ray_record
 from ray_adascale.train.ray_record import (
     RECORD,
     RENAMED,
+    is_incomplete,
+    is_whole,
     newest_checkpoint,
     rename_cut_off_record,
     sealed_checkpoints,
@@ -104,3 +108,17 @@ def test_a_manifest_without_its_files_is_no_checkpoint(run: Path) -> None:
     assert newest_checkpoint(str(run)) == "checkpoint_2026-11-25_05"
     (newest / "__0_0.distcp").write_bytes(data)
     assert newest_checkpoint(str(run)) == newest.name
+
+
+def test_a_manifest_that_cant_be_read_now_is_told_of(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unreadable(path: str, system: Any) -> str:
+        raise OSError("AWS Error SLOW_DOWN")
+
+    monkeypatch.setattr(ray_record, "read_text", unreadable)
+    newest = str(run / "checkpoint_2026-11-25_04")
+    storage = pyarrow.fs.LocalFileSystem()
+    assert not is_whole(storage, newest)
+    assert f"{newest} is not used: it can't be read now (AWS Error" in caplog.text
+    assert not is_incomplete(storage, newest)  # so it is not removed
