@@ -145,7 +145,11 @@ class Comparison:
 
 
 def train(comparison: Comparison, job: Job) -> Result:
-    """Run a job in this process. Divergence is a result, not an error."""
+    """Run a job in this process. Divergence is a result, not an error.
+
+    Raises:
+        ValueError: At S > 1 the job's method is none of the comparison's.
+    """
     began = time.process_time()
     case = comparison.cases[job.workload]
     seed_everything(job.seed)
@@ -156,8 +160,15 @@ def train(comparison: Comparison, job: Job) -> Result:
         "split": job.split,
     }
     built = comparison.with_optimizer(case.workload(config), job)
-    method = comparison.methods.get(job.method)  # a base run's need not be one of them
-    rule = "adascale" if method is None else method.rule(job.steps)
+    if job.method in comparison.methods:
+        rule = comparison.methods[job.method].rule(job.steps)
+    elif job.scale == 1:  # where all methods are alike
+        rule = "adascale"
+    else:
+        raise ValueError(
+            f"Unknown method {job.method!r} at S = {job.scale}. Must be one of: "
+            f"{', '.join(comparison.methods)}."
+        )
     curve: list[tuple[float, int, float]] = []
 
     def evaluate(model: nn.Module) -> dict[str, float]:

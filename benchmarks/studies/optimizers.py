@@ -324,6 +324,7 @@ ADAMW_METHODS = {
     ),
     "r, β^r": _BETAS,
     "fixed betas": _FIXED,
+    "√r, fixed betas": _ROOT_ALONE,
 }
 _SAME: dict[str, Any] = {
     "shapes": ("own",),
@@ -387,7 +388,7 @@ LARGE_EPSILON = Comparison(
 
 _LARGE = ("vit", "decoder", "recommender", "converged")
 """The workloads that run at S = 64 as well."""
-RIVALS = ("r, β^r", "√r, fixed betas", "√S", "LR × S")
+RIVALS = ("r, β^r", "fixed betas", "√r, fixed betas", "√S", "LR × S")
 """The methods beside the default at S = 64 and at the edge."""
 EDGE = 1.4
 """The LR of the runs at the edge of stability over the grid's best."""
@@ -515,10 +516,9 @@ class Questions:
 
 def against_rivals(of: Comparison) -> Comparison:
     """Return AdamW's comparison with the default and :data:`RIVALS` as its methods."""
-    methods = {**of.methods, "√r, fixed betas": _ROOT_ALONE}
     return replace(
         of,
-        methods={name: methods[name] for name in (of.own, *RIVALS)},
+        methods={name: of.methods[name] for name in (of.own, *RIVALS)},
         against=RIVALS,
     )
 
