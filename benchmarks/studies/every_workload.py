@@ -1,21 +1,26 @@
 """Every workload of every study at S = 16: by how much AdaScale, LR × S, LR × √S and
 an unscaled LR end better than the base run.
 
-    python benchmarks/studies/every_workload.py    write the page, from the kept runs of the studies
+    python benchmarks/studies/every_workload.py                run what is missing, and write the page
+    python benchmarks/studies/every_workload.py --report-only  write the page from the kept runs
 
-No runs of its own. A method is that of its study: the default rule of the optimizer
-where it was measured. The workloads of ``forecast.py`` have other seeds in their base
-runs than in the scaled ones, so that the means are compared.
+A method is that of its study: the default rule of the optimizer where it was measured.
+The workloads of ``forecast.py`` have other seeds in their base runs than in the scaled
+ones, so that the means are compared. The only runs of this script are those of the
+other methods on these workloads, with the seeds, steps and settings of AdaScale's.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
 import sys
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import at_size
 import comparison
@@ -24,16 +29,28 @@ import optimizers
 import transfer
 from comparison import BASE, Plan, Result, Results, seeds_of
 from comparison_page import write_page
-from forecast_workloads import cases
+from forecast_workloads import Case, cases
+from study import prepare_process, read_runs, run_all
+
+from ray_adascale import LinearRule, SquareRootRule, UnscaledRule
 
 sys.path.append(str(Path(__file__).parents[1]))
-from bench import PAGES, markdown
+from bench import PAGES, count, markdown
 
 PAGE = PAGES / "every-workload.md"
 ROOT = Path(__file__).parents[2]
 SCALE = 16
-OTHERS = ("LR × S", "LR × √S", "unscaled")
-"""Methods beside AdaScale, with as many optimizer steps."""
+RULES: dict[str, Any] = {
+    "LR × S": LinearRule,
+    "LR × √S": SquareRootRule,
+    "unscaled": UnscaledRule,
+}
+"""Rules of the methods beside AdaScale, which have as many optimizer steps."""
+OTHERS = tuple(RULES)
+KEPT = "benchmarks/studies/kept/every_workload.jsonl"
+DATA = Path("runs/forecast")
+"""Folder of the base runs of ``forecast.py``."""
+SEEDS = (10, 11)
 
 
 @dataclass(frozen=True)
@@ -151,17 +168,89 @@ def rows_of(
         )
 
 
+# ---- the workloads of forecast.py ----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run of a workload of ``forecast.py`` with one of :data:`RULES` at S = 16.
+
+    Attributes:
+        case: Name of the workload.
+        method: Name of the rule.
+        seed: Its seed.
+        steps: Optimizer steps: those of AdaScale's run with this seed.
+    """
+
+    case: str
+    method: str
+    seed: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The metric at the end of a run; None if it is not finite."""
+
+    score: float | None
+
+
+def forecast_cases() -> dict[str, Case]:
+    """Return the workloads of ``forecast.py`` by name."""
+    return {case.name: case for group in cases().values() for case in group}
+
+
+def train(job: Job) -> Ended:
+    """Run a job. Divergence is a result, not an error."""
+    rule = RULES[job.method](steps=job.steps)
+    of = forecast.Job(job.case, SCALE, job.seed)
+    try:
+        run = forecast.scaled_run(forecast_cases(), DATA, 1, rule, of)
+    except FloatingPointError:  # no finite gradient for 50 steps in a row
+        return Ended(None)
+    assert run.steps == job.steps, f"{job} took {run.steps} steps."
+    return Ended(run.score if math.isfinite(run.score) else None)
+
+
+def jobs(seed: int) -> list[Job]:
+    """Return the jobs of one seed."""
+    paced = forecast.read_runs(ROOT / forecast.KEPT, forecast.Job, forecast.Scaled)
+    return [
+        Job(name, method, seed, paced[forecast.Job(name, SCALE, seed)].steps)
+        for name in forecast_cases()
+        for method in RULES
+    ]
+
+
 def forecast_rows() -> Iterator[Row]:
     """Yield the rows of the study of forecasts."""
     scores = forecast.base_scores(ROOT / forecast.KEPT_BASES)
     runs = forecast.read_runs(ROOT / forecast.KEPT, forecast.Job, forecast.Scaled)
-    of = {case.name: case for group in cases().values() for case in group}
+    others = read_runs(ROOT / KEPT, Job, Ended)
+    of = forecast_cases()
     for name, by_seed in scores.items():
         at_base = list(by_seed.values())
+        sign = 1 if of[name].is_accuracy else -1
+
+        def better(
+            ended: Sequence[float | None],
+            steps: Sequence[int],
+            sign: int = sign,
+            at_base: Sequence[float] = at_base,
+        ) -> Outcome:
+            finite = [score for score in ended if score is not None]
+            by = sign * (statistics.mean(finite or [0]) - statistics.mean(at_base))
+            return Outcome(
+                by if len(finite) == len(ended) else math.nan, statistics.mean(steps)
+            )
+
+        found = {
+            method: [job for job in others if (job.case, job.method) == (name, method)]
+            for method in RULES
+        }
         scaled = [
             run for job, run in runs.items() if (job.case, job.scale) == (name, SCALE)
         ]
-        by = statistics.mean(run.score for run in scaled) - statistics.mean(at_base)
         yield Row(
             "forecast",
             name,
@@ -169,12 +258,25 @@ def forecast_rows() -> Iterator[Row]:
             "accuracy" if of[name].is_accuracy else "error",
             of[name].total_steps,
             statistics.stdev(at_base) / math.sqrt(len(at_base)),
-            Outcome(
-                by if of[name].is_accuracy else -by,
-                statistics.mean(run.steps for run in scaled),
-            ),
-            {},
+            better([run.score for run in scaled], [run.steps for run in scaled]),
+            {
+                method: better(
+                    [others[job].score for job in of_method],
+                    [job.steps for job in of_method],
+                )
+                for method, of_method in found.items()
+                if of_method
+            },
         )
+
+
+def seeds_beside() -> str:
+    """Return in words the number of seeds of the methods beside AdaScale."""
+    ran = read_runs(ROOT / KEPT, Job, Ended)
+    return count(list({job.seed for job in ran}), "seed")
+
+
+# ---- all workloads -------------------------------------------------------------------
 
 
 def every_row() -> list[Row]:
@@ -200,16 +302,15 @@ def every_row() -> list[Row]:
     ):
         rows += rows_of(study, "SGD", plan, kept(path), names)
     rows += forecast_rows()
+    names = {"LR × S": "LR × S", "LR × √S": "√S", "unscaled": "unscaled"}
     for name, own in (("adamw", BASE), ("lion", "β^r"), ("muon", "default")):
         of = optimizers.STUDIES[name]
         plan, results = optimizers.parse([name])[1], kept(of.kept)
-        names = {"unscaled": "unscaled"}
-        if name == "adamw":
-            names |= {"LR × S": "LR × S", "LR × √S": "√S"}
-            further = optimizers.questions(plan, results)
-            if further is not None:
-                rows += rows_of("adamw", "SGD", further.momentum, results, {})
-        rows += rows_of(name, of.title, plan, results, names, own)
+        further = optimizers.questions(plan, results)
+        if further is not None:
+            rows += rows_of("adamw", "SGD", further.momentum, results, names)
+        ran = {k: v for k, v in names.items() if v in plan.comparison.methods}
+        rows += rows_of(name, of.title, plan, results, ran, own)
     return rows
 
 
@@ -258,7 +359,8 @@ def counts(rows: list[Row]) -> str:
     return "\n".join(f"- {sentence}" for sentence in sentences)
 
 
-def main() -> int:
+def write() -> None:
+    """Write the page from the kept runs."""
     rows = every_row()
     write_page(
         PAGE,
@@ -270,13 +372,33 @@ def main() -> int:
             "[forecast](forecast.md) have three base runs with other seeds. "
             "Written by `python benchmarks/studies/every_workload.py` from the kept "
             "runs. LR × S, LR × √S and the unscaled LR have as many steps as AdaScale, "
-            "or as the study says. The 25 M parameters of [one GPU](gpu-transfer.md), "
-            "one seed, are not among them.",
+            "or as the study says. On the workloads of forecast they have "
+            f"{seeds_beside()}, and the clipping that a run with a recipe has, as "
+            "AdaScale there; where a cell is empty they did not run. The 25 M "
+            "parameters of [one GPU](gpu-transfer.md), one seed, are not among them.",
             counts(rows),
             table(rows),
         ],
     )
     print(counts(rows))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--report-only", action="store_true", help="run nothing")
+    if not parser.parse_args(argv).report_only:
+        # the batch exceeds the noise scale almost everywhere
+        warnings.simplefilter("ignore")
+        prepare_process()
+        run_all(
+            ROOT / KEPT,
+            Job,
+            Ended,
+            train,
+            lambda _: [(f"seed {seed}", jobs(seed)) for seed in SEEDS],
+            lambda job, ended: f"{job}: {ended.score}",
+        )
+    write()
     return 0
 
 

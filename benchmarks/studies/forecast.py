@@ -40,6 +40,7 @@ from ray_adascale import (
     seed_everything,
 )
 from ray_adascale.forecast.replay import Forecaster
+from ray_adascale.optim.rules import ScalingRule
 from ray_adascale.recipe import Repeat
 from ray_adascale.workload import build
 
@@ -112,7 +113,11 @@ class Scaled:
 
 
 def scaled_run(
-    of: Mapping[str, Case], data: Path, base_seed: int, rule: str, job: Job
+    of: Mapping[str, Case],
+    data: Path,
+    base_seed: int,
+    rule: str | ScalingRule,
+    job: Job,
 ) -> Scaled:
     """Run a case at a larger scale."""
     case = of[job.case]

@@ -53,11 +53,11 @@ ROOT = Path(__file__).parents[2]
 KEPT = "benchmarks/studies/kept/forecast_memory.jsonl"
 SCALES = (16, 4)
 KEPT_FURTHER = "benchmarks/studies/kept/momentum.jsonl"
-FURTHER_SCALE = 16
 MEMORY = "m^√r"
 LONG = "tabular"
 """The workload of the long runs."""
 LONG_STEPS = 20_000
+LONG_SCALE = 16
 DEAR = {"smiles": 2}
 """Seeds of a workload that takes minutes a run; the others have :data:`SEEDS`."""
 SEEDS = 3
@@ -172,7 +172,7 @@ def summary(rows: list[Row], scale: int) -> str:
 
 
 def with_memory(plan: Plan) -> Plan:
-    """Return a study's plan with a fixed m and m^√r as its methods, at S = 16."""
+    """Return a study's plan with a fixed m and m^√r as its methods."""
     methods = {
         BASE: plan.comparison.methods[BASE],
         MEMORY: Method(lambda steps: AdaScaleMemoryRule()),
@@ -180,7 +180,7 @@ def with_memory(plan: Plan) -> Plan:
     return replace(
         plan,
         comparison=replace(plan.comparison, methods=methods),
-        scales=(1, FURTHER_SCALE),
+        scales=(1, *SCALES),
     )
 
 
@@ -199,6 +199,7 @@ def long_run(results: Results) -> Plan:
         plan,
         comparison=replace(plan.comparison, cases={LONG: case}),
         workloads=(LONG,),
+        scales=(1, LONG_SCALE),
         seeds=plan.seeds[:SEEDS],
         shapes=best[1:],
         grid_seeds=(),
@@ -233,28 +234,31 @@ def further_rounds(kept: Results, results: Results) -> Rounds:
                 plan, kept, scale, SEEDS, plan.comparison.methods, given_steps=False
             ),
         )
-    for plan in studied():
-        for workload in plan.workloads:
-            yield (
-                workload,
-                comparison.stage_jobs(
-                    replace(plan, workloads=(workload,)),
-                    kept,
-                    FURTHER_SCALE,
-                    DEAR.get(workload, SEEDS),
-                    [MEMORY],
-                    given_steps=False,
-                ),
-            )
+    for scale in SCALES:
+        for plan in studied():
+            for workload in plan.workloads:
+                yield (
+                    f"{workload}, S = {scale}",
+                    comparison.stage_jobs(
+                        replace(plan, workloads=(workload,)),
+                        kept,
+                        scale,
+                        DEAR.get(workload, SEEDS),
+                        [MEMORY],
+                        given_steps=False,
+                    ),
+                )
 
 
-def further_row(plan: Plan, results: Results, workload: str, name: str) -> Row | None:
+def further_row(
+    plan: Plan, results: Results, workload: str, scale: int, name: str
+) -> Row | None:
     """Return the row of a workload, over the seeds that ran with m^√r; None if there
     is none.
     """
     base = seeds_of(plan, results, workload, 1, BASE)
-    fixed = seeds_of(plan, results, workload, FURTHER_SCALE, BASE)
-    memory = seeds_of(plan, results, workload, FURTHER_SCALE, MEMORY)
+    fixed = seeds_of(plan, results, workload, scale, BASE)
+    memory = seeds_of(plan, results, workload, scale, MEMORY)
     if not memory:
         return None
     case = plan.case(workload)
@@ -270,7 +274,7 @@ def further_row(plan: Plan, results: Results, workload: str, name: str) -> Row |
     scores = [run.score or 0.0 for run in base.values()]
     return Row(
         f"{name} ({count(list(memory), 'seed')})",
-        FURTHER_SCALE,
+        scale,
         statistics.stdev(scores) / math.sqrt(len(scores)),
         better(fixed),
         better(memory),
@@ -283,12 +287,13 @@ def further_rows() -> list[Row]:
     """Return the rows of the seven workloads that ran, then that of the long run."""
     results = kept_runs()
     rows = [
-        further_row(plan, results, workload, workload)
+        further_row(plan, results, workload, scale, workload)
+        for scale in SCALES
         for plan in studied()
         for workload in plan.workloads
     ]
     named = f"{LONG}, T = {LONG_STEPS:,}"
-    rows.append(further_row(long_run(results), results, LONG, named))
+    rows.append(further_row(long_run(results), results, LONG, LONG_SCALE, named))
     return [row for row in rows if row is not None]
 
 
@@ -321,7 +326,7 @@ def write() -> None:
             markdown(head, [row.cells() for row in rows]),
             "## Seven more workloads, and a long run",
             "The workloads of [transfer](transfer.md) and [at size](at-size.md) at S "
-            f"= {FURTHER_SCALE}, and {LONG} of transfer with its schedule stretched to "
+            f"= 16 and 4, and {LONG} of transfer with its schedule stretched to "
             f"T = {LONG_STEPS:,}: by how much the runs ended better (+) or worse (−) "
             "than the base runs with the same seeds. The error is that of all base "
             "runs.",

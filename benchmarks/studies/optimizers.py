@@ -257,6 +257,19 @@ def paced(rule: Callable[..., ScalingRule], about: str) -> Method:
     return Method(lambda steps: rule(steps=steps), given_steps=True, about=about)
 
 
+def classic(steps: str) -> dict[str, Method]:
+    """Return the methods without a gain.
+
+    Args:
+        steps: Their number of steps, in words.
+    """
+    return {
+        "unscaled": paced(UnscaledRule, f"1, {steps}"),
+        "√S": paced(SquareRootRule, f"√S, {steps}"),
+        "LR × S": paced(LinearRule, f"S with a warm-up, {steps}"),
+    }
+
+
 def compared(
     optimizer: str,
     cases: dict[str, Case],
@@ -269,11 +282,10 @@ def compared(
     whose steps the unscaled LR is given.
     """
     pace = settings.get("paced_by", own)
-    about = f"as many steps as {pace} took with this seed"
-    methods = {**methods, "unscaled": paced(UnscaledRule, f"1, {about}")}
-    if optimizer == "adamw":
-        methods["√S"] = paced(SquareRootRule, f"√S, {about}")
-        methods["LR × S"] = paced(LinearRule, f"S with a warm-up, {about}")
+    without_gain = classic(f"as many steps as {pace} took with this seed")
+    if optimizer != "adamw":
+        without_gain = {"unscaled": without_gain["unscaled"]}
+    methods = {**methods, **without_gain}
     return Comparison(
         optimizer=optimizer,
         cases=cases,
@@ -353,6 +365,7 @@ MOMENTUM = Comparison(
             lambda steps: AdaScaleMemoryRule(BetaRule(momentum=1)),
             about="(r, r), momentum to the power r",
         ),
+        **classic("as many steps as AdaScale took with this seed"),
     },
     against=("m^√r", "m^r"),
     pictured=(),

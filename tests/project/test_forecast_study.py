@@ -13,6 +13,7 @@ from tests.release import STUDIES as STUDY_FILES
 pytestmark = pytest.mark.release(STUDY_FILES)
 
 forecast = module("forecast")
+every_workload = module("every_workload")
 
 
 @pytest.mark.parametrize(
@@ -66,3 +67,59 @@ def test_where_a_run_passes_shares_of_its_length(forecast: Any) -> None:
     ]
     assert forecast.passed([30.0, 30.0], 40) == [[1, 30.0]] * 5
     assert forecast.passed([40.0], 40) == []
+
+
+def test_the_runs_beside_adascale_have_its_seeds_and_steps(
+    forecast: Any, every_workload: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paced = forecast.read_runs(ROOT / forecast.KEPT, forecast.Job, forecast.Scaled)
+    kept = every_workload.read_runs(
+        ROOT / every_workload.KEPT, every_workload.Job, every_workload.Ended
+    )
+    assert kept
+    for job in kept:
+        assert job.steps == paced[forecast.Job(job.case, 16, job.seed)].steps
+    assert set(kept) <= {job for seed in (10, 11) for job in every_workload.jobs(seed)}
+
+    given = []
+
+    def run(of: Any, data: Any, base_seed: int, rule: Any, job: Any) -> Any:
+        given.append((type(rule).__name__, rule.steps, job))
+        if len(given) == 2:
+            raise FloatingPointError
+        return forecast.Scaled(rule.steps, 0.5, [])
+
+    monkeypatch.setattr(every_workload.forecast, "scaled_run", run)
+    first, second, third = every_workload.jobs(10)[:3]
+    assert every_workload.train(first).score == 0.5
+    assert every_workload.train(second).score is None
+    assert every_workload.train(third).score == 0.5
+    at = forecast.Job(first.case, 16, 10)
+    assert given == [
+        ("LinearRule", first.steps, at),
+        ("SquareRootRule", first.steps, at),
+        ("UnscaledRule", first.steps, at),
+    ]
+
+
+def test_a_workload_of_which_a_run_failed_says_so(
+    every_workload: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = every_workload.Job("digits", "LR × S", 10, 239)
+    runs = {job: every_workload.Ended(0.98)}
+    monkeypatch.setattr(every_workload, "read_runs", lambda path, *of: runs)
+
+    def row() -> Any:
+        (found,) = (r for r in every_workload.forecast_rows() if r.workload == "digits")
+        return found
+
+    assert set(row().others) == {"LR × S"}
+    assert row().others["LR × S"].steps == 239
+    base = statistics.mean(
+        every_workload.forecast.base_scores(ROOT / every_workload.forecast.KEPT_BASES)[
+            "digits"
+        ].values()
+    )
+    assert row().others["LR × S"].by == pytest.approx(0.98 - base)
+    runs[every_workload.Job("digits", "LR × S", 11, 240)] = every_workload.Ended(None)
+    assert row().others["LR × S"].cell(1.0) == "**failed**"

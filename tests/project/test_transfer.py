@@ -214,11 +214,30 @@ def test_the_questions_of_adamw_have_the_methods_and_lrs_that_their_sections_nam
     plan = optimizers.parse(["adamw"])[1]
     results = comparison.read(ROOT / optimizers.STUDIES["adamw"].kept)
     further = optimizers.questions(plan, results)
-    rivals = ["AdaScale", "r, β^r", "√r, fixed betas", "√S", "LR × S"]
+    rivals = ["AdaScale", "r, β^r", "fixed betas", "√r, fixed betas", "√S", "LR × S"]
     for of in (further.large, further.edge):
         assert list(of.comparison.methods) == rivals
+        # else `train` would not know them
+        assert rivals == [m for m in plan.comparison.methods if m in rivals]
     tuned, _ = comparison.best_schedule(plan, results, "vit")
     assert further.edge.grid("vit") == [(pytest.approx(1.4 * tuned, rel=1e-3), "own")]
+
+
+def test_a_method_that_a_study_does_not_know_is_refused(optimizers: Any) -> None:
+    job = optimizers.Job("series", "√r", 4, 1, 0.016, "own", 40, "test")
+    with pytest.raises(ValueError, match="Unknown method '√r' at S = 4"):
+        optimizers.train(replace(job, optimizer="adamw"))
+
+
+def test_kept_runs_have_methods_of_their_study(
+    optimizers: Any, comparison: Any
+) -> None:
+    further = (optimizers.MOMENTUM, optimizers.LARGE_EPSILON)
+    known = {of.optimizer: of for of in further}
+    for name, of in optimizers.STUDIES.items():
+        known[name] = of.comparison
+        for job in comparison.read(ROOT / of.kept):
+            assert job.scale == 1 or job.method in known[job.optimizer].methods, job
 
 
 def test_a_rule_that_leaves_epsilon(optimizers: Any) -> None:
