@@ -5,6 +5,7 @@ numbers are right.
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import warnings
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from ray_adascale import AdaScale
@@ -73,6 +75,76 @@ def test_the_diff_from_adaptdl_runs(pool: Any, workers: int) -> None:
     first, *others = pool(workers).run(_ported_from_adaptdl)
     assert first[0] > 4
     assert all(other == first for other in others)
+
+
+def _ported_from_ddp() -> None:
+    """The new side of the page's first diff of a plain loop: whole, and resumed in the
+    middle. Each step has the same LR in both.
+    """
+    (diff,) = re.findall(
+        r"^```diff\n( model = DistributedDataParallel.*?for step in.*?)^```",
+        PAGE.read_text(),
+        flags=re.MULTILINE | re.DOTALL,
+    )
+    lines = [line[1:] for line in diff.splitlines() if not line.startswith("-")]
+    build, begin, loop = "\n".join(lines).partition("while optimizer.")
+    total_steps = 30
+
+    def names(
+        seed: int, steps: int | None = None
+    ) -> tuple[dict[str, Any], list[float]]:
+        rates: list[float] = []
+
+        def batches() -> Any:
+            for number in itertools.count(seed):
+                if len(rates) == steps:
+                    return  # next() then leaves the loop
+                rates.append(found["optimizer"].param_groups[0]["lr"])
+                draws = torch.Generator().manual_seed(2 * number + dist.get_rank())
+                x = torch.randn(8, 8, generator=draws)
+                yield x, x[:, :3].argmax(1)
+
+        torch.manual_seed(0)
+        found: dict[str, Any] = {
+            "torch": torch,
+            "F": torch.nn.functional,
+            "AdaScale": AdaScale,
+            "CosineAnnealingLR": torch.optim.lr_scheduler.CosineAnnealingLR,
+            "DistributedDataParallel": torch.nn.parallel.DistributedDataParallel,
+            "model": torch.nn.Linear(8, 3),
+            "world_size": dist.get_world_size(),
+            "total_steps": total_steps,
+            "batches": batches(),
+        }
+        exec(compile(build, str(PAGE), "exec"), found)
+        return found, rates
+
+    def train(found: dict[str, Any]) -> None:
+        exec(compile(begin + loop, str(PAGE), "exec"), found)
+
+    whole, rates = names(seed=0)
+    train(whole)
+    assert whole["scheduler"].last_epoch == total_steps
+
+    stopped, before = names(seed=0, steps=10)
+    with pytest.raises(StopIteration):
+        train(stopped)
+    assert stopped["optimizer"].effective_steps > 10
+    saved = ("model", "optimizer", "scheduler")
+    states = {name: copy.deepcopy(stopped[name].state_dict()) for name in saved}
+    resumed, after = names(seed=10)
+    for name, state in states.items():
+        resumed[name].load_state_dict(state)
+    train(resumed)
+    assert before + after == rates
+    for mine, others in zip(
+        whole["model"].parameters(), resumed["model"].parameters(), strict=True
+    ):
+        assert torch.equal(mine, others)
+
+
+def test_the_diff_from_a_plain_loop_resumes_at_the_same_rate(pool: Any) -> None:
+    pool(2).run(_ported_from_ddp)
 
 
 def test_the_names_on_the_page_exist() -> None:
