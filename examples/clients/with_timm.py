@@ -26,7 +26,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ray_adascale import AdaScaleConfig, AdaScaleOptimizer, Recipe, attach
-from ray_adascale.integrations.client import RecipeRecorder, StepLog, with_clients_batch
+from ray_adascale.integrations.client import (
+    RecipeRecorder,
+    StepLog,
+    epoch_of,
+    with_clients_batch,
+)
 
 
 def train(
@@ -55,7 +60,8 @@ def train(
         config,
         accumulation=(accum_steps, ""),
         per_worker_batch_size=(examples, ""),
-        dataset=dataset,
+        epoch=epoch_of(loader),
+        recipe=recipe,
     )
     optimizer, lr_scheduler = attach(model, sgd, cosine, config, recipe)
     steps = StepLog(lr_scheduler, folder)

@@ -27,7 +27,12 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ray_adascale import AdaScaleConfig, AdaScaleOptimizer, Recipe, TauSchedule, attach
-from ray_adascale.integrations.client import RecipeRecorder, StepLog, with_clients_batch
+from ray_adascale.integrations.client import (
+    RecipeRecorder,
+    StepLog,
+    epoch_of,
+    with_clients_batch,
+)
 
 WARMUP_EPOCHS = 1
 
@@ -89,7 +94,8 @@ def train(
         config,
         accumulation=(1, ""),
         per_worker_batch_size=(batch_size(), ""),
-        dataset=dataset,
+        epoch=epoch_of(loader),
+        recipe=recipe,
     )
     optimizer, schedule = attach(model, sgd, lr_scheduler, config, recipe)
     steps = StepLog(schedule, folder)

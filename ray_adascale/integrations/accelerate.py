@@ -14,11 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from .._torch import called_to_make_state
-from .._warn import warn_on_first_worker
 from ..batch import StepPlan
 from ..config import AdaScaleConfig
-from ..optim.adascale import AdaScaleOptimizer
 from ..optim.tau_schedule import TauSchedule
 from ..recipe import Recipe
 from ..run.base.attach import attach
@@ -117,7 +114,6 @@ def prepare(
             "Accelerator(gradient_accumulation_steps=...)",
         ),
         per_worker_batch_size=(batch, "the dataloader's batch_size"),
-        dataset=dataloader.dataset,
         # One loader is for all workers: Accelerate gives each its batches.
         epoch=epoch_of(dataloader),
         recipe=recipe,
@@ -138,7 +134,6 @@ def prepare(
     model, optimizer, dataloader = accelerator.prepare(model, adascale, dataloader)
     adascale.register_step_pre_hook(lambda *_: _refuse_settings_of(optimizer))
     adascale.register_step_pre_hook(lambda *_: _check_passes(accelerator, schedule))
-    _warn_past_end(adascale, schedule)
     accelerator.prepare_scheduler(schedule)  # so that its state is saved and loaded
     return model, optimizer, dataloader, schedule
 
@@ -179,24 +174,6 @@ def _check_passes(accelerator: Accelerator, schedule: TauSchedule) -> None:
             "ray_adascale.integrations.client.follow_batch(schedule, "
             f"passes={passes}, per_worker_batch_size={batch})."
         )
-
-
-def _warn_past_end(adascale: AdaScaleOptimizer, schedule: TauSchedule) -> None:
-    """Warn of the first step that begins at τ ≥ T."""
-    total = schedule.base_schedule.total_steps
-
-    def before(*_: Any) -> None:
-        if called_to_make_state(adascale) or not schedule.finished:
-            return
-        hook.remove()
-        warn_on_first_worker(
-            f"A step begins at effective step {schedule.effective_steps:.0f}, past the "
-            f"schedule's end at {total}. This step and later ones have the schedule's "
-            "last learning rate, times the gain. End the loop at T: while not "
-            "schedule.finished, and after each step: if schedule.finished: break."
-        )
-
-    hook = adascale.register_step_pre_hook(before)
 
 
 def _refuse_settings_of(optimizer: Any) -> None:

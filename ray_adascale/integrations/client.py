@@ -74,6 +74,8 @@ def epoch_of(loader: Any, *, workers: int = 1) -> Epoch:
         workers: Workers that each have such a loader of their own. 1 if it is for all.
     """
     batches: Any = getattr(loader, "batch_sampler", None)
+    # Accelerate's share for one worker of the batches for all.
+    batches = getattr(batches, "batch_sampler", batches)
     sampler: Any = getattr(batches, "sampler", None)
     drop_last = bool(getattr(batches, "drop_last", False))
     dataset = getattr(loader, "dataset", None)
@@ -97,8 +99,7 @@ def with_clients_batch(
     *,
     accumulation: tuple[int, str],
     per_worker_batch_size: tuple[int | None, str],
-    dataset: Any,
-    epoch: Epoch | None = None,
+    epoch: Epoch,
     recipe: Recipe | None = None,
 ) -> AdaScaleConfig:
     """Return the settings with the client's batch.
@@ -108,10 +109,8 @@ def with_clients_batch(
         accumulation: Passes of a step, and the client's setting that they come from.
         per_worker_batch_size: Examples of a pass on one worker, None if the client has
             no such number; and the client's setting that it comes from.
-        dataset: The dataset. Its length is that of an epoch, unless the settings have
-            one, or ``epoch`` is given.
-        epoch: What the client's loader reads in an epoch. A step of the base run ends
-            with it, as in the client's loop.
+        epoch: What the client's loader reads in an epoch, unless the settings have a
+            length. A step of the base run ends with it, as in the client's loop.
         recipe: The result of a search. The steps of its base run may go on from one
             epoch into the next.
 
@@ -138,10 +137,8 @@ def with_clients_batch(
             "batch size."
         )
     length = config.dataset_length
-    if length is None and epoch is not None:
-        length = _base_length(config, epoch, recipe)
-    elif length is None and isinstance(dataset, Sized):
-        length = len(dataset)
+    if length is None:
+        length = base_length_of(config, epoch, recipe)
     return replace(
         config,
         accumulation=accumulation[0],
@@ -150,7 +147,7 @@ def with_clients_batch(
     )
 
 
-def _base_length(
+def base_length_of(
     config: AdaScaleConfig, epoch: Epoch, recipe: Recipe | None
 ) -> int | None:
     """Return the examples of an epoch of the base run; None if they are unknown."""

@@ -107,7 +107,6 @@ class AdaScaleCallback(Callback):
         self._steps: StepLog | None = None
         self._batch_idx = 0
         self._warned_within_step = False
-        self._steps_at_end = 0
         self._losses: list[Tensor] = []  # of the present step
 
     # ---- set-up ----------------------------------------------------------------------
@@ -144,7 +143,6 @@ class AdaScaleCallback(Callback):
             self._config,
             accumulation=(passes, "Trainer(accumulate_grad_batches=...)"),
             per_worker_batch_size=(batch, "the dataloader's batch_size"),
-            dataset=getattr(loader, "dataset", None),
             epoch=_epoch_of(trainer, batch or self._config.per_worker_batch_size),
             recipe=self._recipe,
         )
@@ -171,8 +169,6 @@ class AdaScaleCallback(Callback):
         )
         _check_minimum(trainer, schedule)
         self._losses.clear()
-        # steps that ended at τ ≥ T; more than 1 if Lightning does not stop
-        self._steps_at_end = 0
         adascale.step_end = early_step_end(
             adascale, lambda: self._ends_step(trainer, pl_module)
         )
@@ -275,7 +271,6 @@ class AdaScaleCallback(Callback):
         if self._log:
             pl_module.log_dict(self._steps.metrics(), on_step=True, on_epoch=False)
         if self.schedule.finished:
-            self._steps_at_end += 1
             trainer.should_stop = True
 
     def on_save_checkpoint(
@@ -325,14 +320,6 @@ class AdaScaleCallback(Callback):
                 f"{ended}: a callback (EarlyStopping), max_time or the user stopped "
                 "it. The learning rate has not reached the end of its curve. To train "
                 "to T, leave out what stops it; this callback stops at T."
-            )
-        elif self._steps_at_end > 1:
-            warn_at_user(
-                f"Training ended at effective step {tau:.0f}, {self._steps_at_end - 1} "
-                f"optimizer steps after the schedule's end at {total}: Lightning went "
-                f"on after should_stop was set (min_epochs={trainer.min_epochs}, "
-                f"min_steps={trainer.min_steps}, or a callback that clears it). They "
-                "had the schedule's last learning rate."
             )
 
 

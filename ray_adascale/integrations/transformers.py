@@ -26,7 +26,16 @@ from ..optim.tau_schedule import TauSchedule
 from ..recipe import Recipe
 from ..run.base.attach import attach, base_length
 from ..run.observe.eta import forecast_run, steps_left
-from .client import RecipeRecorder, StepLog, follow_batch, parts_of, with_clients_batch
+from .client import (
+    Epoch,
+    RecipeRecorder,
+    StepLog,
+    base_length_of,
+    epoch_of,
+    follow_batch,
+    parts_of,
+    with_clients_batch,
+)
 
 _Base: Any = Trainer if TYPE_CHECKING else object
 
@@ -146,7 +155,14 @@ class AdaScaleMixin(_Base):
                 self._per_worker_batch_size(),
                 "TrainingArguments(per_device_train_batch_size=...)",
             ),
-            dataset=self.train_dataset,
+            epoch=Epoch(
+                len(self.train_dataset) if has_length(self.train_dataset) else None,
+                self.args.dataloader_drop_last,
+            ),
+            recipe=recipe,
+        )
+        self._t_by_dataset = (
+            config.total_epochs is not None and adascale.dataset_length is None
         )
         precision = config.precision
         if self.args.bf16:
@@ -380,9 +396,14 @@ class AdaScaleMixin(_Base):
 
         Returns:
             Whether no step is left.
+
+        Raises:
+            ValueError: An epoch of the loader is not one of the dataset, by which T was
+                computed.
         """
         self._require_own_parts()
         assert self.schedule is not None
+        self._check_epoch(epoch_of(loader))
         batch = self._per_worker_batch_size()
         follow_batch(
             self.schedule,
@@ -418,6 +439,25 @@ class AdaScaleMixin(_Base):
                 "schedule's end: nothing is trained."
             )
         return self.schedule.finished
+
+    def _check_epoch(self, epoch: Epoch) -> None:
+        """Check that T, if it was given in epochs, counts those of the loader, which
+        may have a sampler of the user's.
+
+        Raises:
+            ValueError: It does not.
+        """
+        config = self._config
+        length = base_length_of(config, epoch, self._recipe)
+        if not self._t_by_dataset or length in (None, config.dataset_length):
+            return
+        right = base_length(replace(config, dataset_length=length))[1]
+        raise ValueError(
+            f"AdaScaleConfig(total_epochs={config.total_epochs:g}) makes T = "
+            f"{self._total_steps}, by the length of train_dataset. But the dataloader "
+            f"reads {epoch.examples} examples in an epoch, by which T is {right}. "
+            f"Write AdaScaleConfig(total_steps={right}) in place of total_epochs."
+        )
 
     @property
     def _adascale(self) -> AdaScaleOptimizer:

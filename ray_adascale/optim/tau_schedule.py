@@ -55,9 +55,9 @@ class TauSchedule(LRScheduler):
     a fused optimizer on a GPU they change once the host has read the step: before the
     next optimizer step at the latest, and at once in :meth:`get_last_lr`.
 
-    At T and beyond they stay those of the base run's last step. If the process ends
-    before T, there is a warning. Names that this class lacks are the user's
-    scheduler's.
+    At T and beyond they stay those of the base run's last step. If a step begins at T
+    or later, or if the process ends before T, there is a warning. Names that this class
+    lacks are the user's scheduler's.
 
     Args:
         optimizer: The AdaScale with the clock τ.
@@ -118,6 +118,7 @@ class TauSchedule(LRScheduler):
         self._step_count = 0
         self._reached = [0.0, 0.0, total_steps or 0.0]
         _REACHED.append(self._reached)
+        self._warned_past_end = False
         self._advance()
         ref = weakref.ref(self)
 
@@ -128,6 +129,11 @@ class TauSchedule(LRScheduler):
             makes_state = called_to_make_state(optimizer.wrapped)
             if not makes_state and (schedule := ref()) is not None:
                 schedule._advance()
+
+        def before_step(*_: Any) -> None:
+            before()
+            if not makes_state and (schedule := ref()) is not None:
+                schedule._warn_past_end()
 
         def after(*_: Any) -> None:
             if (
@@ -140,7 +146,7 @@ class TauSchedule(LRScheduler):
         # The LR of a step depends on the previous step. It is set after that step if
         # the host has read it, for readers of the LR between steps, else before the
         # next step.
-        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_pre_hook(before_step)
         optimizer.register_step_post_hook(after)
 
         def loaded(*_: Any) -> None:
@@ -227,6 +233,20 @@ class TauSchedule(LRScheduler):
         if tau > before:
             self._reached[:2] = tau, tau - before
         self._schedule.advance_to(tau)
+
+    def _warn_past_end(self) -> None:
+        """Warn of the first step that begins at τ ≥ T."""
+        if self._warned_past_end or not self.finished:
+            return
+        self._warned_past_end = True
+        warn_on_first_worker(
+            f"A step begins at effective step {self.effective_steps:.0f}, and the "
+            f"schedule has ended at {self._total_steps:g}. This step and later ones "
+            "have the schedule's last learning rate, times the gain. End the loop at "
+            "T: while not schedule.finished, and after each step: if "
+            "schedule.finished: break. (Lightning goes on past T for min_epochs and "
+            "min_steps, or if a callback clears should_stop.)"
+        )
 
     def __getattr__(self, name: str) -> Any:
         scheduler = self.__dict__.get("scheduler")

@@ -1,10 +1,11 @@
-"""Ray's record of a run's checkpoints, where it is cut off or missing.
+"""Ray's record of a run's checkpoints, where it is cut off, missing, or names a
+checkpoint that was deleted.
 
 Ray's controller rewrites the record in place at every checkpoint. A full disk or a kill
-meanwhile cuts the file off, and then Ray can't start the run again. So the driver
-renames such a file before it starts Ray's controller, and the workers look for
-checkpoints in the run's folder. tests/train/test_trainer.py resumes a run whose record
-was emptied.
+meanwhile cuts the file off, and then Ray can't start the run again; nor can it where a
+person has deleted a checkpoint. So the driver renames such a file before it starts
+Ray's controller, and the workers look for checkpoints in the run's folder.
+tests/train/test_trainer.py resumes a run whose record was emptied.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import pyarrow.fs
 
@@ -24,7 +26,7 @@ RECORD = "checkpoint_manager_snapshot.json"
 """Ray's file in the run's folder. The name is private to Ray; a test fails when it
 changes.
 """
-RENAMED = "checkpoint_manager_snapshot.cut-off.json"
+RENAMED = "checkpoint_manager_snapshot.unused.json"
 _UNREADABLE = "%s is not used: it can't be read now (%s)."
 
 
@@ -55,10 +57,11 @@ class SealedCheckpoint:
         return self.attempt, self.step
 
 
-def rename_cut_off_record(
+def rename_useless_record(
     folder: str, name: str, filesystem: pyarrow.fs.FileSystem | None = None
 ) -> None:
-    """Rename Ray's record of a run's checkpoints if it is cut off, and log a warning.
+    """Rename Ray's record of a run's checkpoints if Ray can't start the run with it,
+    and log a warning.
 
     Args:
         folder: Absolute path or URI of the run's folder.
@@ -69,15 +72,33 @@ def rename_cut_off_record(
     if RECORD not in names:
         return
     try:
-        json.loads(read_text(f"{folder}/{RECORD}", filesystem) or "")
+        record = json.loads(read_text(f"{folder}/{RECORD}", filesystem) or "")
     except ValueError:
-        filesystem.move(f"{folder}/{RECORD}", f"{folder}/{RENAMED}")
-        text = (
-            "Ray's record of the checkpoints of run %r was cut off, as after a full "
-            "disk or a kill during a write, and is now %s. The run goes on from the "
-            "checkpoints in its folder. Ray does not delete these any more."
-        )
-        _log.warning(text, name, RENAMED)
+        why = "was cut off, as after a full disk or a kill during a write"
+    else:
+        missing = sorted(_checkpoints_in(record) - set(names))
+        if not missing:
+            return
+        why = f"has checkpoints that are gone ({', '.join(missing)})"
+    filesystem.move(f"{folder}/{RECORD}", f"{folder}/{RENAMED}")
+    _log.warning(
+        "Ray's record of the checkpoints of run %r %s. It is now %s. The run goes on "
+        "from the checkpoints in its folder. Ray does not delete these any more.",
+        name,
+        why,
+        RENAMED,
+    )
+
+
+def _checkpoints_in(record: Any) -> set[str]:
+    """Return the names of the checkpoints in Ray's record. The keys are private to Ray;
+    a test fails when they change.
+    """
+    try:
+        results = record["checkpoint_results"]
+        return {str(result["checkpoint_dir_name"]) for result in results}
+    except (LookupError, TypeError):  # another version's, which Ray judges
+        return set()
 
 
 def newest_checkpoint(

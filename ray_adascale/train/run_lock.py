@@ -233,10 +233,11 @@ class RunLock:
         return _parsed(text).get("owner") == self.owner
 
     def _beat(self) -> None:
+        renewed, warned = time.monotonic(), False
         while not self._ended.wait(_BEAT_S):
             # Storage that fails for a while must not end this thread. A bucket's
             # library has errors of its own.
-            with contextlib.suppress(Exception):
+            try:
                 text = self._read()
                 if _parsed(text).get("owner") not in (None, self.owner):
                     self.lost = _words(text).rstrip(",")
@@ -248,6 +249,24 @@ class RunLock:
                     )
                     return
                 self._write()
+            except Exception as e:
+                since = time.monotonic() - renewed
+                if since >= _DEAD_AFTER_S and not warned:
+                    warned = True
+                    _log.warning(
+                        "Run %r: its lock at %s has not been renewed for %.0f s (%s: "
+                        "%s). Another process that starts under this name now takes "
+                        "it over. Look at the storage and its credentials.",
+                        self._name,
+                        self._path,
+                        since,
+                        type(e).__name__,
+                        e,
+                    )
+                continue
+            if warned:
+                _log.warning("Run %r: its lock is renewed again.", self._name)
+            renewed, warned = time.monotonic(), False
 
 
 def owner_of_lock(folder: str, filesystem: pyarrow.fs.FileSystem) -> str | None:

@@ -49,7 +49,7 @@ from .driver_monitor import DriverMonitor
 from .failed_starts import FailedStarts, NextStart
 from .network import with_interface
 from .pickling import portable
-from .ray_record import newest_checkpoint, newest_stored, rename_cut_off_record
+from .ray_record import newest_checkpoint, newest_stored, rename_useless_record
 from .retry import RepeatedFailure, RetryPolicy, failure_message
 from .run_lock import RunLock
 
@@ -552,7 +552,7 @@ class AdaScaleTrainer(TorchTrainer):
         self._waited_for(
             f"Reading Ray's record of the checkpoints in {self._folder}",
             functools.partial(
-                rename_cut_off_record,
+                rename_useless_record,
                 self._folder,
                 str(self.run_config.name),
                 storage,

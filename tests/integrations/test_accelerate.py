@@ -337,7 +337,7 @@ def test_a_step_past_the_end_is_warned_of_once() -> None:
         one_epoch(acc, *parts)  # ten steps, to T
         with pytest.warns(
             UserWarning,
-            match=r"begins at effective step 10, .* end at 10.*"
+            match=r"begins at effective step 10, .* ended at 10.*"
             r"while not schedule\.finished.*if schedule\.finished: break",
         ) as caught:
             one_epoch(acc, *parts)

@@ -331,7 +331,6 @@ def test_an_epoch_of_the_base_run_has_whole_steps_as_the_loader_makes_them(
         settings(12, **more),
         accumulation=(1, "theirs"),
         per_worker_batch_size=(4, "theirs"),
-        dataset=DATA,
         epoch=epoch,
     )
     assert config.dataset_length == length
@@ -345,7 +344,6 @@ def test_an_epoch_is_that_of_the_recipes_base_run_if_it_went_on_into_the_next_ep
             AdaScaleConfig(),
             accumulation=(1, "theirs"),
             per_worker_batch_size=(4, "theirs"),
-            dataset=DATA,
             epoch=Epoch(10),
             recipe=replace(
                 recipe_with([(0.0, 3.0, 1.0)]),

@@ -1064,3 +1064,58 @@ def test_a_base_run_leaves_its_recipe_and_probing_changes_no_bit(
     )
     assert recipe.lr_curve[0][15] == pytest.approx(LR / 2)
     assert recipe.momentum == 0.9
+
+
+@pytest.mark.parametrize(("drop_last", "steps"), [(False, 14), (True, 12)])
+def test_epochs_of_a_base_run_have_the_trainers_steps(
+    alone: None, tmp_path: Path, drop_last: bool, steps: int
+) -> None:
+    """26 examples, a batch of 4: an epoch has 7 steps, or 6 full ones."""
+    model = Classifier(make(14)[0])
+    config = AdaScaleConfig(
+        base_batch_size=BATCH, total_epochs=2, scheduler_unit="step"
+    )
+    with trainer(
+        model,
+        rows_of(26),
+        14,
+        1,
+        str(tmp_path),
+        adascale=config,
+        dataloader_drop_last=drop_last,
+    ) as scaled:
+        scaled.train()
+    assert scaled.state.global_step == scaled.args.max_steps == steps
+
+
+def test_total_epochs_that_the_loaders_sampler_contradicts_are_refused(
+    alone: None, tmp_path: Path
+) -> None:
+    from ray_adascale.integrations.transformers import ScaledTrainer
+
+    class OfSome(ScaledTrainer):
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            return torch.utils.data.SubsetRandomSampler(range(10))
+
+    def train(**length: Any) -> int:
+        config = AdaScaleConfig(base_batch_size=BATCH, scheduler_unit="step", **length)
+        with trainer(
+            Classifier(make(6)[0]),
+            rows_of(24),
+            6,
+            1,
+            str(tmp_path),
+            kind=OfSome,
+            adascale=config,
+        ) as scaled:
+            scaled.train()
+        return int(scaled.state.global_step)
+
+    with pytest.raises(
+        ValueError,
+        match=r"total_epochs=2\) makes T = 12, .* reads 10 examples in an epoch, by "
+        r"which T is 6\. Write AdaScaleConfig\(total_steps=6\)",
+    ):
+        train(total_epochs=2)
+    assert train(total_steps=6) == 6
+    assert train(total_epochs=2, dataset_length=12) == 6

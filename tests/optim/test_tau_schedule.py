@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -121,10 +123,18 @@ def test_the_lr_is_the_base_curves_at_the_floor_of_tau(name: str, calls: int) ->
         steps += 1
     assert optimizer.effective_steps >= T
     assert steps < T  # the clock went faster than the steps
-    for _ in range(3):  # and stays at its end, whatever comes after it
-        take(model, optimizer, [next(data), next(data)])
-        schedule.step()
-        assert schedule.get_last_lr()[0] == pytest.approx(curve[-1][0], rel=1e-12)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):  # and stays at its end, whatever comes after it
+            take(model, optimizer, [next(data), next(data)])
+            schedule.step()
+            assert schedule.get_last_lr()[0] == pytest.approx(curve[-1][0], rel=1e-12)
+    (past,) = caught  # of the first of the three
+    assert re.search(
+        r"begins at effective step 4\d, and .* ended at 40\..*"
+        r"while not schedule\.finished.*if schedule\.finished: break",
+        str(past.message),
+    )
 
 
 def test_torch_and_clients_take_it_for_one_of_torchs() -> None:

@@ -1,4 +1,4 @@
-"""Where Ray's record of a run's checkpoints is cut off, it is renamed; a run's
+"""Where Ray can't use its record of a run's checkpoints, it is renamed; a run's
 checkpoints are listed in its order.
 """
 
@@ -12,6 +12,10 @@ import pyarrow.fs
 import pytest
 import torch
 from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
+from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (
+    _CheckpointManagerState,
+    _TrainingResultState,
+)
 
 from ray_adascale import checkpoint
 from ray_adascale.train import ray_record
@@ -21,7 +25,7 @@ from ray_adascale.train.ray_record import (
     is_incomplete,
     is_whole,
     newest_checkpoint,
-    rename_cut_off_record,
+    rename_useless_record,
     sealed_checkpoints,
 )
 
@@ -43,6 +47,23 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
+def record_of(*names: str) -> str:
+    """The text of Ray's record of these checkpoints, as Ray writes it."""
+    results = [_TrainingResultState(checkpoint_dir_name=n, metrics={}) for n in names]
+    return str(
+        _CheckpointManagerState(
+            checkpoint_results=results,
+            checkpoint_report_indices=list(range(len(names))),
+            pending_training_results=[],
+            pending_validation_specs=[],
+            current_report_index=len(names),
+            validated_checkpoint_dir_names=[],
+            timed_out_validation_checkpoint_dir_names=[],
+            failed_validation_checkpoint_dir_names=[],
+        ).model_dump_json()
+    )
+
+
 def test_the_file_has_the_name_that_ray_gives_it() -> None:
     assert RECORD == CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
 
@@ -50,10 +71,15 @@ def test_the_file_has_the_name_that_ray_gives_it() -> None:
 def test_a_whole_record_is_left_to_ray(
     run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (run / RECORD).write_text(json.dumps({"checkpoint_results": []}))
-    rename_cut_off_record(str(run), "mine")
-    assert (run / RECORD).exists()
-    rename_cut_off_record(str(tmp_path / "new"), "new")
+    for record in (
+        record_of(),
+        record_of("checkpoint_2026-11-25_05", "checkpoint_2026-11-25_04"),
+        json.dumps({"of": "another version"}),
+    ):
+        (run / RECORD).write_text(record)
+        rename_useless_record(str(run), "mine")
+        assert (run / RECORD).read_text() == record
+    rename_useless_record(str(tmp_path / "new"), "new")
     assert not caplog.records
 
 
@@ -63,7 +89,7 @@ def test_a_record_that_is_cut_off_is_renamed(
 ) -> None:
     (run / RENAMED).write_text("an earlier one")
     (run / RECORD).write_text(left)
-    rename_cut_off_record(
+    rename_useless_record(
         "mine",
         "mine",
         pyarrow.fs.SubTreeFileSystem(str(tmp_path), pyarrow.fs.LocalFileSystem()),
@@ -71,9 +97,19 @@ def test_a_record_that_is_cut_off_is_renamed(
     assert not (run / RECORD).exists()
     assert (run / RENAMED).read_text() == left
     assert (
-        "of run 'mine' was cut off, as after a full disk or a kill during a write, and "
-        f"is now {RENAMED}." in caplog.text
+        "of run 'mine' was cut off, as after a full disk or a kill during a write. "
+        f"It is now {RENAMED}." in caplog.text
     )
+
+
+def test_a_record_with_a_deleted_checkpoint_is_renamed(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (run / RECORD).write_text(record_of("checkpoint_2026-11-25_05", "checkpoint_gone"))
+    rename_useless_record(str(run), "mine")
+    assert not (run / RECORD).exists()
+    assert (run / RENAMED).exists()
+    assert "has checkpoints that are gone (checkpoint_gone). It is" in caplog.text
 
 
 def test_a_checkpoint_that_was_never_finished_or_has_a_damaged_state_does_not_count(

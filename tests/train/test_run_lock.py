@@ -215,6 +215,30 @@ def test_storage_that_fails_for_a_while_does_not_end_a_run(tmp_path: Path) -> No
         assert lock.lost is None
 
 
+def test_a_lock_that_is_not_renewed_is_warned_of_once_until_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails() -> None:
+        raise PermissionError("ExpiredToken")
+
+    with RunLock(str(tmp_path / "run"), "mine") as lock:
+        write = lock._write
+        time.sleep(0.3)
+        assert not caplog.records
+        monkeypatch.setattr(lock, "_write", fails)
+        time.sleep(1.5)
+        (warned,) = caplog.messages
+        assert "has not been renewed for 1 s (PermissionError: ExpiredToken)" in warned
+        assert "credentials" in warned
+        monkeypatch.setattr(lock, "_write", write)
+        deadline = time.monotonic() + 5
+        while len(caplog.records) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert "renewed again" in caplog.messages[1]
+        time.sleep(0.9)
+        assert len(caplog.records) == 2
+
+
 def test_an_error_of_the_storages_library_does_not_end_the_beat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

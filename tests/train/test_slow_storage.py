@@ -275,7 +275,7 @@ def test_a_start_gives_up_a_storage_that_hangs_as_it_looks_for_checkpoints(
 ) -> None:
     trainer = trainer_on(storage)
     if why is not None:  # the record is read before, and answers
-        monkeypatch.setattr(trainer_module, "rename_cut_off_record", lambda *_: None)
+        monkeypatch.setattr(trainer_module, "rename_useless_record", lambda *_: None)
     storage.hang("ls")
     storage.hang("info")
     with pytest.raises(TimeoutError, match="no answer for") as given_up:

@@ -154,7 +154,7 @@ class TrainState:
                 "at_first": sorted(self.frozen),
                 "changed": sorted(self.frozen ^ frozen_names(self.module)),
             },
-            "versions": {"ray_adascale": __version__, "torch": torch.__version__},
+            "versions": _versions(),
         }
 
     def users_state(self, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -209,6 +209,8 @@ class TrainState:
         ]
         changed = of_schedule + of_groups + of_rule + of_settings
         self._check_accepted(whole, changed, accept_changes)
+        if self.rank == 0:
+            _warn_of_versions(saved["versions"])
         statistics = whole.tensors("adascale/")
         load_model(whole, self.module)
         self._load_requires_grad(saved)
@@ -334,6 +336,27 @@ class TrainState:
         warn_on_first_worker(
             f"{what} Accepted: it goes on at effective step {tau:.1f} with the new "
             "settings."
+        )
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions that compute a run; a torch for a CPU counts as the same."""
+    torchs = torch.__version__.partition("+")[0]
+    return {"ray_adascale": __version__, "torch": torchs}
+
+
+def _warn_of_versions(before: Mapping[str, str]) -> None:
+    """Warn if a checkpoint was written by other versions than this process's."""
+    others = [
+        f"{name} {version} (before: {was})"
+        for name, version in _versions().items()
+        if (was := before[name].partition("+")[0]) != version
+    ]
+    if others:
+        warn_at_user(
+            f"This run resumes with {', '.join(others)}. The gain, the clock and the "
+            "data go on, but the results need not be bit-identical to those of one "
+            "version."
         )
 
 

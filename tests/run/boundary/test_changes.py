@@ -215,6 +215,24 @@ def test_a_resume_at_another_scale_has_both_in_its_line(
     assert ", 1 worker (S is 2 now, before: 1). Steps" in caplog.text
 
 
+def test_a_resume_under_other_versions_warns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = f"{torch.__version__.partition('+')[0]}"
+    with monkeypatch.context() as before:
+        before.setattr(torch, "__version__", "2.11.0+cu130")
+        train(run_of(tmp_path, sgd()), 2)
+    with pytest.warns(
+        UserWarning, match=rf"torch {now} \(before: 2\.11\.0\)"
+    ) as caught:
+        train(run_of(tmp_path, sgd()), 2)
+    assert "ray_adascale" not in str(caught[0].message)
+    with warnings.catch_warnings():  # written by this version, on a GPU
+        warnings.simplefilter("error")
+        monkeypatch.setattr(torch, "__version__", f"{now}+cu130")
+        run_of(tmp_path, sgd())
+
+
 def test_an_accepted_lr_leaves_what_the_program_did_not_change(tmp_path: Path) -> None:
     """Such as a count of the optimizer's own in its groups, or a decay that the loop
     has raised.
