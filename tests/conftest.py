@@ -234,7 +234,7 @@ def pytest_unconfigure() -> None:
     schedules = sys.modules.get("ray_adascale.optim.tau_schedule")
     # tests drop schedules before T, of which the end of a process warns
     if schedules is not None:
-        schedules._REACHED.clear()
+        schedules._SCHEDULES.clear()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

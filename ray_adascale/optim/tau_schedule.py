@@ -7,6 +7,7 @@ from __future__ import annotations
 import atexit
 import sys
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,31 @@ from ..batch import StepPlan
 from .adascale import AdaScaleOptimizer
 from .schedule import BaseSchedule, EffectiveSchedule, SchedulerUnit, dry_copy
 
-_REACHED: list[list[float]] = []
-"""Of each schedule of this process that has a T: τ as the host has last read it, its
-last advance, and T. It outlives it.
-"""
+
+@dataclass(slots=True)
+class _Progress:
+    """How far a schedule with a T has come. It outlives the schedule.
+
+    Attributes:
+        schedule: The schedule, while the program has it.
+        total: T.
+        tau: τ as the host has last read it.
+        advance: By how much τ grew then.
+    """
+
+    schedule: weakref.ref[TauSchedule]
+    total: float
+    tau: float = 0.0
+    advance: float = 0.0
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the program still has the schedule, and has begun but not ended it."""
+        return 0 < self.tau < self.total and self.schedule() is not None
+
+
+_SCHEDULES: list[_Progress] = []
+"""The progress of each schedule of this process that has a T."""
 
 
 @atexit.register
@@ -32,14 +54,14 @@ def _warn_of_early_end() -> None:
     exception has ended the process.
     """
     early = [
-        (tau, total)
-        for tau, advance, total in _REACHED
-        if 0 < tau < total - max(advance, 1.0)
+        each
+        for each in _SCHEDULES
+        if 0 < each.tau < each.total - max(each.advance, 1.0)
     ]
     if early and not hasattr(sys, "last_value"):
         warn_on_first_worker(
-            f"The training loop has ended at effective step {early[-1][0]:.0f} of "
-            f"{early[-1][1]:g}, so the learning rate has not reached the end of its "
+            f"The training loop has ended at effective step {early[-1].tau:.0f} of "
+            f"{early[-1].total:g}, so the learning rate has not reached the end of its "
             "schedule. With larger batches T takes more epochs. Loop until T, with a "
             "last evaluation after the loop: while not schedule.finished."
         )
@@ -56,8 +78,9 @@ class TauSchedule(LRScheduler):
     next optimizer step at the latest, and at once in :meth:`get_last_lr`.
 
     At T and beyond they stay those of the base run's last step. If a step begins at T
-    or later, or if the process ends before T, there is a warning. Names that this class
-    lacks are the user's scheduler's.
+    or later, and no other schedule of the process is before its T, there is a warning;
+    so there is if the process ends before T. Names that this class lacks are the user's
+    scheduler's.
 
     Args:
         optimizer: The AdaScale with the clock τ.
@@ -116,9 +139,8 @@ class TauSchedule(LRScheduler):
         self.plan: StepPlan | None = None
         """The batch of a step; None unless :func:`ray_adascale.attach` has set it."""
         self._step_count = 0
-        self._reached = [0.0, 0.0, total_steps or 0.0]
-        _REACHED.append(self._reached)
-        self._warned_past_end = False
+        self._progress = progress = _Progress(weakref.ref(self), total_steps or 0.0)
+        _SCHEDULES.append(progress)
         self._advance()
         ref = weakref.ref(self)
 
@@ -130,10 +152,21 @@ class TauSchedule(LRScheduler):
             if not makes_state and (schedule := ref()) is not None:
                 schedule._advance()
 
-        def before_step(*_: Any) -> None:
-            before()
-            if not makes_state and (schedule := ref()) is not None:
-                schedule._warn_past_end()
+        def warn_past_end(*_: Any) -> None:
+            if not 0 < progress.total <= progress.tau or makes_state:
+                return
+            # A loop of two networks, as of a GAN, goes on until both have ended.
+            if any(each.is_under_way for each in _SCHEDULES):
+                return
+            past_end.remove()
+            warn_on_first_worker(
+                f"A step begins at effective step {progress.tau:.0f}, and the schedule "
+                f"has ended at {progress.total:g}. This step and later ones have the schedule's "
+                "last learning rate, times the gain. End the loop at T: while not "
+                "schedule.finished, and after each step: if schedule.finished: break. "
+                "(Lightning goes on past T for min_epochs and min_steps, or if a "
+                "callback clears should_stop.)"
+            )
 
         def after(*_: Any) -> None:
             if (
@@ -146,7 +179,8 @@ class TauSchedule(LRScheduler):
         # The LR of a step depends on the previous step. It is set after that step if
         # the host has read it, for readers of the LR between steps, else before the
         # next step.
-        optimizer.register_step_pre_hook(before_step)
+        optimizer.register_step_pre_hook(before)
+        past_end = optimizer.register_step_pre_hook(warn_past_end)
         optimizer.register_step_post_hook(after)
 
         def loaded(*_: Any) -> None:
@@ -229,24 +263,11 @@ class TauSchedule(LRScheduler):
 
     def _advance(self) -> None:
         tau = self._adascale.effective_steps
-        before = self._reached[0]
-        if tau > before:
-            self._reached[:2] = tau, tau - before
+        progress = self._progress
+        if tau > progress.tau:
+            progress.advance = tau - progress.tau
+            progress.tau = tau
         self._schedule.advance_to(tau)
-
-    def _warn_past_end(self) -> None:
-        """Warn of the first step that begins at τ ≥ T."""
-        if self._warned_past_end or not self.finished:
-            return
-        self._warned_past_end = True
-        warn_on_first_worker(
-            f"A step begins at effective step {self.effective_steps:.0f}, and the "
-            f"schedule has ended at {self._total_steps:g}. This step and later ones "
-            "have the schedule's last learning rate, times the gain. End the loop at "
-            "T: while not schedule.finished, and after each step: if "
-            "schedule.finished: break. (Lightning goes on past T for min_epochs and "
-            "min_steps, or if a callback clears should_stop.)"
-        )
 
     def __getattr__(self, name: str) -> Any:
         scheduler = self.__dict__.get("scheduler")

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, WeightedRandomSamp
 
 from ray_adascale import AdaScaleConfig
 from ray_adascale.integrations.client import follow_batch
+from ray_adascale.optim import tau_schedule
 
 from .problem import (
     BATCH,
@@ -331,7 +332,8 @@ def one_epoch(
             optimizer.zero_grad()
 
 
-def test_a_step_past_the_end_is_warned_of_once() -> None:
+def test_a_step_past_the_end_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tau_schedule, "_SCHEDULES", [])
     with alone() as acc:
         parts = prepared(acc, DataLoader(dataset(40), batch_size=BATCH), settings(10))
         one_epoch(acc, *parts)  # ten steps, to T

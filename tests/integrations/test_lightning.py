@@ -20,6 +20,7 @@ from ray_adascale import AdaScaleConfig, read_trace
 from ray_adascale.analysis.report import write_report
 from ray_adascale.analysis.runs import load_run
 from ray_adascale.integrations.client import RecipeRecorder
+from ray_adascale.optim import tau_schedule
 
 from ..classifier import weights
 from .problem import (
@@ -610,8 +611,10 @@ def test_a_fit_that_failed_before_its_first_step_may_be_tried_again() -> None:
     assert callback.schedule.finished
 
 
-def test_steps_beyond_the_end_are_warned_of() -> None:
+def test_steps_beyond_the_end_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     import lightning.pytorch as pl
+
+    monkeypatch.setattr(tau_schedule, "_SCHEDULES", [])
 
     class GoesOn(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:

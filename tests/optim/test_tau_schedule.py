@@ -20,10 +20,19 @@ from torch.optim import SGD
 from torch.optim import lr_scheduler as L
 
 from ray_adascale import AdaScale, TauSchedule
+from ray_adascale.optim import tau_schedule
 
 from ..classifier import batches, make_model
 
 T = 40
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No schedule of another test is under way."""
+    monkeypatch.setattr(tau_schedule, "_SCHEDULES", [])
+
+
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "cosine": lambda o: L.CosineAnnealingLR(o, T_max=T),
     "onecycle": lambda o: L.OneCycleLR(o, max_lr=0.2, total_steps=T),
@@ -363,3 +372,16 @@ def test_the_state_of_a_plain_scheduler_is_named_as_one() -> None:
     plain = SCHEDULERS["cosine"](SGD(make_model().parameters(), lr=0.1))
     with pytest.raises(ValueError, match="the checkpoint of a run without AdaScale"):
         schedule.load_state_dict(plain.state_dict())
+
+
+def test_a_loop_of_two_networks_goes_on_until_both_have_ended() -> None:
+    first = made(None, unit=None, total_steps=3)
+    second = made(None, unit=None, total_steps=12)
+    data = iter(batches(80, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        while not (first[2].finished and second[2].finished):
+            for model, optimizer, _ in (first, second):
+                take(model, optimizer, [next(data), next(data)])
+    with pytest.warns(UserWarning, match="schedule has ended at 3"):
+        take(first[0], first[1], [next(data), next(data)])
