@@ -147,10 +147,13 @@ class AdaScaleCallback(Callback):
             recipe=self._recipe,
         )
         precision = _PRECISIONS.get(str(trainer.precision))
+        of_norm = trainer.gradient_clip_algorithm in (None, "norm")
         config = replace(
             config,
             precision=precision or config.precision,  # type: ignore[arg-type]
-            grad_clip=config.grad_clip or trainer.gradient_clip_val or None,
+            grad_clip=config.grad_clip
+            or (trainer.gradient_clip_val if of_norm else None)
+            or None,
         )
         (optimizer,) = trainer.optimizers
         configs = trainer.lr_scheduler_configs

@@ -958,8 +958,10 @@ class InferredPasses:
         return RuntimeError(
             f"{caller}() after {self.made} of {current.plan.passes} backward passes. "
             "Call it after the last one. If a step has fewer, as the last of an epoch "
-            f"may, call expect_passes({self.made}) before its last pass; if all have, "
-            "set_num_gradients_to_accumulate() first."
+            f"may, call expect_passes({self.made}) before its last pass, and "
+            f"expect_passes({self.made}, loss_divided_by={current.plan.passes}) if the "
+            "loop still divides the loss by the number of a full step; if all steps "
+            "have, call set_num_gradients_to_accumulate() first."
         )
 
 

@@ -270,7 +270,8 @@ class EffectiveSchedule:
                 raise RuntimeError(
                     f"The learning rate of parameter group {group} is {lr:g}, and the "
                     f"schedule set {left:g}. An LR that the loop "
-                    "sets would not follow τ. Delete the line that sets it, and give "
+                    "sets would not follow τ. Delete the line, or the second "
+                    "scheduler, that sets it, and give "
                     "the schedule as a scheduler: "
                     "torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: "
                     "get_lr(step) / base_lr) with "

@@ -139,8 +139,10 @@ class TauSchedule(LRScheduler):
         self.plan: StepPlan | None = None
         """The batch of a step; None unless :func:`ray_adascale.attach` has set it."""
         self._step_count = 0
-        self._progress = progress = _Progress(weakref.ref(self), total_steps or 0.0)
-        _SCHEDULES.append(progress)
+        self._progress = _Progress(weakref.ref(self), total_steps or 0.0)
+        _SCHEDULES.append(self._progress)
+        self._was_loaded = False  # since the last step
+        self._warned_past_end = False
         self._advance()
         ref = weakref.ref(self)
 
@@ -152,21 +154,9 @@ class TauSchedule(LRScheduler):
             if not makes_state and (schedule := ref()) is not None:
                 schedule._advance()
 
-        def warn_past_end(*_: Any) -> None:
-            if not 0 < progress.total <= progress.tau or makes_state:
-                return
-            # A loop of two networks, as of a GAN, goes on until both have ended.
-            if any(each.is_under_way for each in _SCHEDULES):
-                return
-            past_end.remove()
-            warn_on_first_worker(
-                f"A step begins at effective step {progress.tau:.0f}, and the schedule "
-                f"has ended at {progress.total:g}. This step and later ones have the schedule's "
-                "last learning rate, times the gain. End the loop at T: while not "
-                "schedule.finished, and after each step: if schedule.finished: break. "
-                "(Lightning goes on past T for min_epochs and min_steps, or if a "
-                "callback clears should_stop.)"
-            )
+        def check(*_: Any) -> None:
+            if not makes_state and (schedule := ref()) is not None:
+                schedule._check_step()
 
         def after(*_: Any) -> None:
             if (
@@ -180,7 +170,7 @@ class TauSchedule(LRScheduler):
         # the host has read it, for readers of the LR between steps, else before the
         # next step.
         optimizer.register_step_pre_hook(before)
-        past_end = optimizer.register_step_pre_hook(warn_past_end)
+        optimizer.register_step_pre_hook(check)
         optimizer.register_step_post_hook(after)
 
         def loaded(*_: Any) -> None:
@@ -243,10 +233,20 @@ class TauSchedule(LRScheduler):
             lr_curve=self._schedule.curve(self._total_steps),
         )
 
-    def step(self, *_: Any, **__: Any) -> None:
+    def step(self, *args: Any, **_: Any) -> None:
         """Set the learning rates of ⌊τ⌋, unless that would wait for the device.
-        Arguments are ignored.
+        Arguments are ignored: timm's loops pass the number of updates or the epoch.
+
+        Raises:
+            ValueError: The argument is a part of an epoch.
         """
+        if args and isinstance(args[0], float) and not args[0].is_integer():
+            raise ValueError(
+                f"scheduler.step({args[0]:g}): parts of an epoch can't be driven by τ. "
+                "Make the scheduler in steps of the base run "
+                "(CosineAnnealingWarmRestarts(optimizer, T_0=epochs * steps_per_epoch)"
+                '), with scheduler_unit="step", and call step() without an argument.'
+            )
         self._step_count += 1
         if self._adascale.last_step_known:
             self._advance()
@@ -304,6 +304,44 @@ class TauSchedule(LRScheduler):
             )
         if self._schedule.calls == 0 or self._schedule.calls != state_dict.get("calls"):
             self._schedule.load_state_dict(state_dict)
+        self._was_loaded = True
+
+    def _check_step(self) -> None:
+        """Check, as a step begins, that τ was loaded with this schedule's state, and
+        warn of the first step that begins at τ ≥ T.
+
+        Raises:
+            RuntimeError: τ was not loaded.
+        """
+        if self._was_loaded:
+            self._was_loaded = False
+            self._check_loaded_clock()
+        progress = self._progress
+        if self._warned_past_end or not 0 < progress.total <= progress.tau:
+            return
+        # A loop of two networks, as of a GAN, goes on until both have ended.
+        if any(each.is_under_way for each in _SCHEDULES):
+            return
+        self._warned_past_end = True
+        warn_on_first_worker(
+            f"A step begins at effective step {progress.tau:.0f}, and the schedule has "
+            f"ended at {progress.total:g}. This step and later ones have the "
+            "schedule's last learning rate, times the gain. End the loop at T: while "
+            "not schedule.finished, and after each step: if schedule.finished: break. "
+            "(Lightning goes on past T for min_epochs and min_steps, or if a callback "
+            "clears should_stop.)"
+        )
+
+    def _check_loaded_clock(self) -> None:
+        tau = self._adascale.effective_steps
+        due = self._schedule.due(tau)
+        if self._schedule.calls > due:
+            raise RuntimeError(
+                f"The scheduler's state is that of {self._schedule.calls} calls, and "
+                f"the optimizer's effective step is {tau:.2f}, at which {due} are due. "
+                "Load the state of the optimizer of the same checkpoint as well: it "
+                "has τ."
+            )
 
 
 class _Counted(LRScheduler):

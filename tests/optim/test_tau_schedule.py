@@ -385,3 +385,28 @@ def test_a_loop_of_two_networks_goes_on_until_both_have_ended() -> None:
                 take(model, optimizer, [next(data), next(data)])
     with pytest.warns(UserWarning, match="schedule has ended at 3"):
         take(first[0], first[1], [next(data), next(data)])
+
+
+def test_a_part_of_an_epoch_is_refused_and_whole_numbers_are_ignored() -> None:
+    _, _, schedule = made(SCHEDULERS["cosine"])
+    schedule.step(0.0)  # epoch + 0 / iters
+    schedule.step(7)
+    assert schedule.last_epoch == 0
+    with pytest.raises(ValueError, match=r"step\(0\.25\): parts of an epoch"):
+        schedule.step(0.25)
+
+
+def test_a_schedule_that_is_loaded_without_the_clock_is_refused() -> None:
+    model, optimizer, schedule = made(SCHEDULERS["cosine"])
+    data = iter(batches(20, 4))
+    while schedule.last_epoch < 5:
+        take(model, optimizer, [next(data), next(data)])
+    states = optimizer.state_dict(), schedule.state_dict()
+    model, optimizer, schedule = made(SCHEDULERS["cosine"])
+    schedule.load_state_dict(states[1])
+    with pytest.raises(RuntimeError, match=r"effective step is 0\.00, at which 0 are"):
+        take(model, optimizer, [next(data), next(data)])
+    model, optimizer, schedule = made(SCHEDULERS["cosine"])
+    schedule.load_state_dict(states[1])
+    optimizer.load_state_dict(states[0])
+    take(model, optimizer, [next(data), next(data)])

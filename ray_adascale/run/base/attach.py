@@ -4,8 +4,8 @@ checked against the recipe.
 
 from __future__ import annotations
 
-import itertools
 import logging
+import math
 import os
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..._errors import SettingError, check_count, clip_multiple
 from ..._torch import is_dtensor, uncompiled
-from ..._warn import warn_at_user
 from ...config import AdaScaleConfig, read_settings
 from ...data.source import base_steps_per_epoch
 from ...optim.adascale import AdaScaleOptimizer
@@ -28,11 +27,9 @@ from ...optim.tau_schedule import TauSchedule
 from ...recipe import Recipe
 from ...sharding.kinds.zero2 import ShardedDataParallel
 from ..build import adascale_of, check_built, check_schedule
-from ..guards.users_model import UsersModel
+from ..guards import attached_loop
 
 _log = logging.getLogger(__name__)
-_LOOK_EVERY = 50
-"""Steps from one look at the model's parameters to the next."""
 
 
 @uncompiled
@@ -72,8 +69,9 @@ def attach(
             the loop's batch: S and n follow from them and the number of workers.
             ``total_steps``, or ``total_epochs`` with ``dataset_length``, is T.
             ``rule``, ``averaging_window`` and ``scheduler_unit`` have their usual
-            meaning. ``precision`` and ``grad_clip`` are those of the loop, and are
-            compared with the recipe's. Other settings are not used.
+            meaning. ``precision`` and ``grad_clip`` say what the loop does, and are
+            compared with the recipe's: this function neither casts nor clips. Settings
+            of a Run alone cause a warning.
         recipe: The result of a search. Base batch, T and LR curve must be the recipe's.
         grad_scaler: The loop's scaler of the loss, for fp16.
         starting_step: τ at which the loop begins, if weights and optimizer were trained
@@ -84,7 +82,10 @@ def attach(
             message names it and a remedy.
         RuntimeError: There are several processes, and no process group yet.
     """
-    config = read_settings(config).with_recipe(recipe)
+    config = read_settings(config)
+    attached_loop.warn_of_unused(config)
+    batch_is_given = config.per_worker_batch_size is not None
+    config = config.with_recipe(recipe)
     workers = _workers()
     bare = model.module if isinstance(model, DistributedDataParallel) else model
     _check_model(bare)
@@ -152,7 +153,7 @@ def attach(
         model=bare,
     )
     if plan.num_samples == 1:
-        _refuse_uncounted_passes(adascale)
+        attached_loop.refuse_uncounted_passes(adascale)
     schedule = TauSchedule(
         adascale,
         scheduler,
@@ -162,8 +163,13 @@ def attach(
         base_batch_size=plan.base_batch_size,
     )
     schedule.plan = plan
-    _warn_of_no_gradient(adascale.wrapped)
-    _refuse_changed_model(bare, adascale)
+    attached_loop.warn_of_no_gradient(adascale.wrapped)
+    attached_loop.refuse_changed_model(bare, adascale)
+    attached_loop.refuse_plain_state(adascale)
+    if config.grad_clip is not None and math.isfinite(float(config.grad_clip)):
+        attached_loop.warn_of_unclipped(adascale.wrapped, float(config.grad_clip))
+    if not batch_is_given:
+        attached_loop.warn_of_larger_batch(bare, plan.base_batch_size)
     if starting_step:
         adascale.effective_steps = starting_step
         schedule.step()
@@ -206,87 +212,6 @@ def _workers() -> int:
             "or use the adapters of ray_adascale.integrations."
         )
     return 1
-
-
-def _refuse_uncounted_passes(adascale: AdaScaleOptimizer, steps: int = 10) -> None:
-    """Raise in one of the first steps if it has several backward passes, on one worker
-    with one declared.
-
-    At S = 1 AdaScale measures nothing and counts no passes. Elsewhere it does so
-    itself.
-    """
-    watched = next(
-        p for group in adascale.param_groups for p in group["params"] if p.requires_grad
-    )
-    made = 0
-    left = steps
-
-    def begun(_: torch.Tensor) -> None:
-        nonlocal made
-        made = made + 1 if watched.grad is not None and bool(watched.grad.any()) else 1
-
-    def before(*_: Any) -> None:
-        nonlocal made, left
-        passes = made
-        made = 0
-        left -= passes > 0
-        if left <= 0:
-            hook.remove()
-        if passes > adascale.plan.passes:
-            raise RuntimeError(
-                f"This step has {passes} backward passes and the settings have one, so "
-                "it would count for the examples of one. Set "
-                f"AdaScaleConfig(accumulation={passes}); with Accelerate "
-                f"Accelerator(gradient_accumulation_steps={passes}), and `with "
-                "accelerator.accumulate(model):` around each pass. If the passes are "
-                "of several losses of the same examples, add the losses: (loss + "
-                "other_loss).backward()."
-            )
-
-    hook = watched.register_hook(begun)
-    adascale.register_step_pre_hook(before)
-
-
-def _warn_of_no_gradient(wrapped: Optimizer) -> None:
-    """Warn if the first step of the wrapped optimizer finds no gradient.
-
-    The hook holds no reference to AdaScale: the optimizer is the user's, and may be
-    attached again.
-    """
-    first = iter([True])
-
-    def before(optimizer: Optimizer, *_: object) -> None:
-        if not next(first, False):
-            return
-        groups = optimizer.param_groups
-        if all(p.grad is None for group in groups for p in group["params"]):
-            warn_at_user(
-                "The first step() finds no gradient. Compute the loss from the model "
-                "that attach() was given."
-            )
-
-    # of the inner optimizer: after a closure, in which Lightning makes the pass
-    wrapped.register_step_pre_hook(before)
-
-
-def _refuse_changed_model(model: nn.Module, adascale: AdaScaleOptimizer) -> None:
-    """Raise if the program has replaced a part of the model that the optimizer goes on
-    to train, or has added one that no group has. Every fiftieth step looks.
-    """
-    guard = UsersModel(
-        model,
-        (p for group in adascale.param_groups for p in group["params"]),
-        keeps_parameters=True,
-    )
-
-    steps = itertools.count(1)
-
-    def before(optimizer: Optimizer, *_: object) -> None:
-        if next(steps) % _LOOK_EVERY == 0:
-            guard.add(p for group in optimizer.param_groups for p in group["params"])
-            guard.check()
-
-    adascale.wrapped.register_step_pre_hook(before)
 
 
 def _check_model(model: nn.Module) -> None:

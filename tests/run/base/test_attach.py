@@ -258,7 +258,8 @@ def test_sums_over_tokens_have_the_gain_of_their_weights() -> None:
     mu2 = squared - sigma2 / scale
     expected = (sigma2 + mu2) / (sigma2 / scale + mu2)
 
-    adascale, _ = attach(model, optimizer, scheduler, settings(40, accumulation=4))
+    config = settings(40, per_worker_batch_size=BATCH, accumulation=4)
+    adascale, _ = attach(model, optimizer, scheduler, config)
     for i, part in enumerate(parts):
         if i == 3:
             adascale.sample_weights = weights
@@ -499,7 +500,7 @@ def test_a_loop_that_steps_the_bare_optimizer_is_told() -> None:
     optimizer = SGD(model.parameters(), lr=0.1)
     config = AdaScaleConfig(base_batch_size=10, total_steps=8)
     _attached = attach(model, optimizer, None, config)  # else it may be collected
-    model(torch.ones(2, 3)).sum().backward()
+    model(torch.ones(10, 3)).sum().backward()
     with pytest.warns(
         UserWarning,
         match=r"SGD\.step\(\) has run 5 times.*Call step\(\) of what attach",

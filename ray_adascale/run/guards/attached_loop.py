@@ -1,0 +1,218 @@
+"""What is watched in a loop that another library or the user owns: what
+:func:`ray_adascale.attach` can't see in its arguments.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..._warn import warn_at_user, warn_on_first_worker
+from ...config import AdaScaleConfig
+from ...optim.adascale import AdaScaleOptimizer
+from ...optim.saved_state import STATISTICS
+from .users_model import UsersModel
+
+_OF_A_RUN = (
+    "shuffle",
+    "num_loader_workers",
+    "find_unused_parameters",
+    "evaluate_every",
+    "early_stop",
+    "checkpoint_every_s",
+    "accept_changes",
+    "report_every_s",
+    "step_timeout_s",
+    "store_timeout_s",
+)
+"""Settings by which a Run does what here the loop does."""
+_LOOK_EVERY = 50
+"""Steps from one look at the model's parameters to the next."""
+
+
+def warn_of_unused(config: AdaScaleConfig) -> None:
+    """Warn of settings that only a Run uses."""
+    defaults = {each.name: each.default for each in fields(AdaScaleConfig)}
+    unused = [
+        f"{name}={getattr(config, name)!r}"
+        for name in _OF_A_RUN
+        if getattr(config, name) != defaults[name]
+    ]
+    if unused:
+        warn_on_first_worker(
+            f"AdaScaleConfig({', '.join(unused)}) has no effect here: the loop loads, "
+            "evaluates, saves and ends by itself. Write it into the loop, and leave it "
+            "out of the settings."
+        )
+
+
+def refuse_plain_state(adascale: AdaScaleOptimizer) -> None:
+    """Raise if the loop loads the state of an optimizer without AdaScale: the schedule
+    would begin anew on trained weights.
+    """
+
+    def before(_: Optimizer, state_dict: Mapping[str, Any]) -> None:
+        groups = state_dict.get("param_groups") or [{}]
+        if STATISTICS not in state_dict and STATISTICS not in groups[0]:
+            raise ValueError(
+                "The optimizer's state is that of a run without AdaScale: it has no "
+                "effective steps, so the schedule would begin anew on trained weights. "
+                "To go on at that run's step k, load the state into the bare "
+                "optimizer before attach(..., starting_step=k). For a new run, load "
+                "the weights alone."
+            )
+
+    adascale.register_load_state_dict_pre_hook(before)
+
+
+def warn_of_unclipped(wrapped: Optimizer, limit: float, steps: int = 20) -> None:
+    """Warn if one of the first steps has a larger gradient than the settings say.
+
+    Args:
+        wrapped: The optimizer in AdaScale. Its step begins after the loop's clipping,
+            also with a closure.
+        limit: ``grad_clip``, the largest norm of the gradient.
+        steps: Steps that are looked at.
+    """
+    left = steps
+
+    def before(optimizer: Optimizer, *_: object) -> None:
+        nonlocal left
+        if left == 0:
+            return
+        left -= 1
+        grads = [
+            p.grad
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None and not p.grad.is_sparse
+        ]
+        norm = float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
+        if norm > 1.01 * limit:  # also after rounding to 8 bits
+            left = 0
+            warn_on_first_worker(
+                f"grad_clip={limit:g}, in the settings or the recipe, says that the "
+                f"loop clips at this norm, and a step has a gradient of norm {norm:.4g}"
+                ". The setting itself clips nothing. Write "
+                f"torch.nn.utils.clip_grad_norm_(model.parameters(), {limit:g}) before "
+                "optimizer.step(), or leave grad_clip out."
+            )
+
+    wrapped.register_step_pre_hook(before)
+
+
+def warn_of_larger_batch(model: nn.Module, batch: int) -> None:
+    """Warn if the first input in train mode has other rows than the batch that the
+    settings leave at its default.
+
+    Args:
+        model: The bare model.
+        batch: B0, the default of ``per_worker_batch_size``.
+    """
+
+    def before(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if not module.training or not torch.is_grad_enabled():
+            return
+        hook.remove()
+        given = [*args, *kwargs.values()]
+        inputs = (each for each in given if isinstance(each, Tensor) and each.ndim)
+        first = next(inputs, None)
+        if first is not None and len(first) != batch:
+            warn_on_first_worker(
+                f"AdaScaleConfig(per_worker_batch_size=...) is left out, so a pass "
+                f"counts for {batch} examples, the base batch. The first input of the "
+                f"model has {len(first)} rows. If a row is an example, write "
+                f"per_worker_batch_size={len(first)}; else write "
+                f"per_worker_batch_size={batch}."
+            )
+
+    hook = model.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def refuse_uncounted_passes(adascale: AdaScaleOptimizer, steps: int = 10) -> None:
+    """Raise in one of the first steps if it has several backward passes, on one worker
+    with one declared.
+
+    At S = 1 AdaScale measures nothing and counts no passes. Elsewhere it does so
+    itself.
+    """
+    watched = next(
+        p for group in adascale.param_groups for p in group["params"] if p.requires_grad
+    )
+    made = 0
+    left = steps
+
+    def begun(_: torch.Tensor) -> None:
+        nonlocal made
+        made = made + 1 if watched.grad is not None and bool(watched.grad.any()) else 1
+
+    def before(*_: Any) -> None:
+        nonlocal made, left
+        passes = made
+        made = 0
+        left -= passes > 0
+        if left <= 0:
+            hook.remove()
+        if passes > adascale.plan.passes:
+            raise RuntimeError(
+                f"This step has {passes} backward passes and the settings have one, so "
+                "it would count for the examples of one. Set "
+                f"AdaScaleConfig(accumulation={passes}); with Accelerate "
+                f"Accelerator(gradient_accumulation_steps={passes}), and `with "
+                "accelerator.accumulate(model):` around each pass. If the passes are "
+                "of several losses of the same examples, add the losses: (loss + "
+                "other_loss).backward()."
+            )
+
+    hook = watched.register_hook(begun)
+    adascale.register_step_pre_hook(before)
+
+
+def warn_of_no_gradient(wrapped: Optimizer) -> None:
+    """Warn if the first step of the wrapped optimizer finds no gradient.
+
+    The hook holds no reference to AdaScale: the optimizer is the user's, and may be
+    attached again.
+    """
+    first = iter([True])
+
+    def before(optimizer: Optimizer, *_: object) -> None:
+        if not next(first, False):
+            return
+        groups = optimizer.param_groups
+        if all(p.grad is None for group in groups for p in group["params"]):
+            warn_at_user(
+                "The first step() finds no gradient. Compute the loss from the model "
+                "that attach() was given."
+            )
+
+    # of the inner optimizer: after a closure, in which Lightning makes the pass
+    wrapped.register_step_pre_hook(before)
+
+
+def refuse_changed_model(model: nn.Module, adascale: AdaScaleOptimizer) -> None:
+    """Raise if the program has replaced a part of the model that the optimizer goes on
+    to train, or has added one that no group has. Every fiftieth step looks.
+    """
+    guard = UsersModel(
+        model,
+        (p for group in adascale.param_groups for p in group["params"]),
+        keeps_parameters=True,
+    )
+
+    steps = itertools.count(1)
+
+    def before(optimizer: Optimizer, *_: object) -> None:
+        if next(steps) % _LOOK_EVERY == 0:
+            guard.add(p for group in optimizer.param_groups for p in group["params"])
+            guard.check()
+
+    adascale.wrapped.register_step_pre_hook(before)
