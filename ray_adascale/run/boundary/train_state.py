@@ -340,17 +340,22 @@ class TrainState:
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions that compute a run; a torch for a CPU counts as the same."""
-    torchs = torch.__version__.partition("+")[0]
-    return {"ray_adascale": __version__, "torch": torchs}
+    """Return the versions that compute a run."""
+    return {"ray_adascale": __version__, "torch": torch.__version__}
 
 
 def _warn_of_versions(before: Mapping[str, str]) -> None:
-    """Warn if a checkpoint was written by other versions than this process's."""
+    """Warn if a checkpoint was written by other versions than this process's. The
+    builds of one torch for different devices count as the same.
+    """
+    then, now = (
+        {name: version.partition("+")[0] for name, version in versions.items()}
+        for versions in (before, _versions())
+    )
     others = [
-        f"{name} {version} (before: {was})"
-        for name, version in _versions().items()
-        if (was := before[name].partition("+")[0]) != version
+        f"{name} {version} (before: {then[name]})"
+        for name, version in now.items()
+        if version != then[name]
     ]
     if others:
         warn_at_user(

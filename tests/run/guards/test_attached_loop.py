@@ -16,7 +16,11 @@ from ...integrations.problem import BATCH, dataset, loss_of, make, settings
 
 
 def test_settings_of_a_run_alone_are_warned_of() -> None:
-    unused = {"evaluate_every": 5.0, "shuffle": False, "early_stop": EarlyStop(patience=3.0)}
+    unused = {
+        "evaluate_every": 5.0,
+        "shuffle": False,
+        "early_stop": EarlyStop(patience=3.0),
+    }
     with pytest.warns(UserWarning, match="has no effect here") as caught:
         attach(*make(10), settings(10, per_worker_batch_size=BATCH, seed=3, **unused))
     (warned,) = caught
