@@ -91,7 +91,7 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "run.guards",
             "what looks for mistakes of the program around a run",
-            "each_step first_steps guard users_model users_optimizer",
+            "attached_loop each_step first_steps guard users_model users_optimizer",
         ),
         Package(
             "run.observe",

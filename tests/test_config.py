@@ -13,7 +13,7 @@ import pytest
 
 from ray_adascale import AdaScaleConfig, Run, attach
 from ray_adascale.analysis.forecast import forecast_recipe
-from ray_adascale.integrations.client import with_clients_batch
+from ray_adascale.integrations.client import Epoch, with_clients_batch
 from ray_adascale.run.base.base_run import record_recipe
 
 from .samples_of import recipe, regression
@@ -234,7 +234,7 @@ def test_settings_that_differ_from_the_searchs_are_told() -> None:
             config,
             accumulation=(1, "theirs"),
             per_worker_batch_size=(4, "theirs"),
-            dataset=[],
+            epoch=Epoch(None),
         ),
     ],
     ids=["Run", "attach", "record_recipe", "forecast_recipe", "a client"],

@@ -145,7 +145,8 @@ def test_a_list_of_optimizers_is_refused_and_the_chain_is_named() -> None:
             model=built.model, optimizer=both, train_dataset=[1], loss_fn=built.loss_fn
         )  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=named):
-        attach(built.model, both, None, settings())  # type: ignore[arg-type]
+        config = AdaScaleConfig(base_batch_size=4, total_steps=8)
+        attach(built.model, both, None, config)  # type: ignore[arg-type]
 
 
 # ---- search, forecast, check ---------------------------------------------------------
