@@ -61,11 +61,11 @@ def refuse_plain_state(adascale: AdaScaleOptimizer) -> None:
         groups = state_dict.get("param_groups") or [{}]
         if STATISTICS not in state_dict and STATISTICS not in groups[0]:
             raise ValueError(
-                "The optimizer's state is that of a run without AdaScale: it has no "
-                "effective steps, so the schedule would begin anew on trained weights. "
-                "To go on at that run's step k, load the state into the bare "
-                "optimizer before attach(..., starting_step=k). For a new run, load "
-                "the weights alone."
+                "This is the checkpoint of a run without AdaScale: the optimizer's "
+                "state has no effective steps, so the schedule would begin anew on "
+                "trained weights. Finish that run without AdaScale, or load its "
+                "weights alone and begin a new run. To go on at its step k, load it in "
+                "a loop of your own, before ray_adascale.attach(..., starting_step=k)."
             )
 
     adascale.register_load_state_dict_pre_hook(before)

@@ -37,7 +37,8 @@ def test_the_state_of_a_run_without_adascale_is_refused() -> None:
     model, optimizer, scheduler = make(10)
     adascale, _ = attach(model, optimizer, scheduler, settings(10))
     with pytest.raises(
-        ValueError, match=r"no effective steps.*attach\(\.\.\., starting_step=k\)"
+        ValueError,
+        match=r"run without AdaScale: .*no effective steps.*attach\(\.\.\., starting_step=k\)",
     ):
         adascale.load_state_dict(plain)
     own = adascale.state_dict()
