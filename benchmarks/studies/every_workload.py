@@ -343,6 +343,9 @@ def counts(rows: list[Row]) -> str:
     def worse(of: list[Row]) -> str:
         return f"{sum(row.worse for row in of)} of {len(of)}"
 
+    def ahead(pairs: list[tuple[Row, Outcome]]) -> str:
+        return f"{sum(found.by > row.own.by for row, found in pairs)} of {len(pairs)}"
+
     parts = []
     for optimizer in dict.fromkeys(row.optimizer for row in rows):
         of = [row for row in rows if row.optimizer == optimizer]
@@ -354,7 +357,8 @@ def counts(rows: list[Row]) -> str:
         own = worse([row for row, _ in pairs])
         sentences.append(
             f"{name}, with as many steps: {lost} of {len(pairs)}, where AdaScale is "
-            f"worse on {own}."
+            f"worse on {own}. It ends better than AdaScale on {ahead(pairs)}, of which "
+            f"SGD {ahead([pair for pair in pairs if pair[0].optimizer == 'SGD'])}."
         )
     return "\n".join(f"- {sentence}" for sentence in sentences)
 

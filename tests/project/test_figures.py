@@ -314,5 +314,6 @@ def test_the_page_of_momentum_has_what_the_kept_runs_say() -> None:
         assert momentum.summary(rows, scale) in text
     further = momentum.further_rows()
     assert all(" | ".join(row.cells()) in text for row in [*rows, *further])
+    assert all(momentum.aim([*rows, *further], s) in text for s in momentum.SCALES)
     assert len(rows) == 2 * 24
     assert further
