@@ -138,10 +138,16 @@ class _AddressBackend(TorchConfig().backend_cls):  # type: ignore[misc]
                 driver.note("placed", ray.get(answer)[1])
                 break
         addresses = [address for address, _ in ray.get(answers)]
-        workers = f"{len(addresses)} workers on {', '.join(sorted(set(addresses)))}"
-        driver.awaits(
-            f"{workers} load torch and connect to each other", backend_config.timeout_s
-        )
+        nodes = ", ".join(sorted(set(addresses)))
+        if len(addresses) == 1:
+            workers = f"1 worker on {nodes}"
+            connects = f"{workers} loads torch and makes its process group"
+            builds = f"{workers} builds the workload, and loads the checkpoint"
+        else:
+            workers = f"{len(addresses)} workers on {nodes}"
+            connects = f"{workers} load torch and connect to each other"
+            builds = f"{workers} build the workload, and load the checkpoint"
+        driver.awaits(connects, backend_config.timeout_s)
         if len(set(addresses)) > 1:  # on one node the loopback address is right
             chosen = worker_group.execute(choose_interface)
             for address, name in sorted(
@@ -170,9 +176,7 @@ class _AddressBackend(TorchConfig().backend_cls):  # type: ignore[misc]
                 f"The {workers} did not reach each other: {type(cause).__name__}: "
                 f"{cause}"
             ) from None
-        driver.awaits(
-            f"{workers} build the workload, and load the checkpoint if there is one"
-        )
+        driver.awaits(f"{builds} if there is one")
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
         """Ray Train's hook, in its controller: the workers' processes are about to
