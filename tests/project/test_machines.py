@@ -7,9 +7,11 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -27,11 +29,12 @@ REASON = lacking()
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.slow,
-    pytest.mark.timeout(4500),  # 25 min at a load of 15
+    pytest.mark.timeout(4500),  # all together take 25 min at a load of 15
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
 ]
 
 LOCAL = "examples/cluster/local.yaml"
+LIMIT_S = 900.0  # of a command and of a wait: a start took 200 s at a load of 15
 WORKLOAD = f"""
 import socket, time
 from pathlib import Path
@@ -77,7 +80,7 @@ AdaScaleTrainer(
 """
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def machines() -> Iterator[Machines]:
     """A laptop with the project and a token, and three machines with nothing but
     Python and ssh.
@@ -97,103 +100,138 @@ def machines() -> Iterator[Machines]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def wait_for(what: Callable[[], bool], within_s: float) -> float:
+def wait_for(what: Callable[[], bool]) -> float:
     """Wait for a condition. Returns the seconds."""
     began = time.monotonic()
     while not what():
-        assert time.monotonic() - began < within_s
+        assert time.monotonic() - began < LIMIT_S
         time.sleep(0.5)
     return time.monotonic() - began
 
 
-def test_the_local_file_launches_machines_that_train_lose_one_and_end(
-    machines: Machines,
-) -> None:
-    def laptop(command: str, *, timeout: float = 300) -> str:
-        done = machines.run(
-            "laptop", f"export RAY_AUTH_MODE=token; {command}", timeout=timeout
-        )
-        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-        return done.stdout + done.stderr
+@dataclass
+class Launched:
+    """A cluster of machines that the laptop has launched, and its commands there."""
 
-    def submit(program: str, *, options: str = "") -> str:
+    machines: Machines
+    tunnel: subprocess.Popen[bytes]
+
+    def laptop(self, command: str) -> str:
+        return on_laptop(self.machines, command)
+
+    def submit(self, program: str, *, options: str = "") -> str:
         job = (
             f"ray job submit --address http://127.0.0.1:8265 {options} --working-dir "
             "examples --"
         )
-        return laptop(f"{job} {program}", timeout=400)
+        return self.laptop(f"{job} {program}")
 
-    def submit_own(arguments: str, *, options: str = "") -> str:
-        return submit(
+    def submit_own(self, arguments: str, *, options: str = "") -> str:
+        return self.submit(
             f"ray-adascale {arguments} --storage-path {SHARED}", options=options
         )
 
-    def alive() -> int:
-        done = machines.run(
+    def log(self, job: str, *, follow: bool = False) -> str:
+        return self.laptop(
+            "ray job logs --address http://127.0.0.1:8265 "
+            f"{'--follow' if follow else ''} {job}"
+        )
+
+    def alive(self) -> int:
+        """Return the number of living nodes."""
+        done = self.machines.run(
             "laptop",
             "RAY_AUTH_MODE=token ray list nodes --address http://127.0.0.1:8265 "
             "--format json",
+            timeout=LIMIT_S,
         )
         nodes = json.loads(done.stdout) if done.returncode == 0 else []
         return sum(node["state"] == "ALIVE" for node in nodes)
 
-    laptop("ray get-auth-token --generate > /dev/null; chmod 600 ~/.ray/auth_token")
-    laptop(f"RAY_UP_enable_autoscaler_v2=0 ray up -y {LOCAL}", timeout=400)
-    tunnel = machines.start("laptop", f"RAY_AUTH_MODE=token ray dashboard {LOCAL}")
-    wait_for(lambda: alive() == 3, 300)
-    assert "Resources" in laptop(f"ray exec {LOCAL} 'RAY_AUTH_MODE=token ray status'")
+    def checkpoints(self, run: str) -> int:
+        """Return the number of a run's complete checkpoints."""
+        folder = self.machines.shared / run
+        return len(list(folder.glob("checkpoint_*/manifest.json")))
 
-    assert "remote=[127.0.1.1]" in submit("python rays_own.py")
+
+def on_laptop(machines: Machines, command: str) -> str:
+    """Run a command on the laptop, and return what it prints."""
+    done = machines.run(
+        "laptop", f"export RAY_AUTH_MODE=token; {command}", timeout=LIMIT_S
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def launched(machines: Machines) -> Iterator[Launched]:
+    """The cluster of the local file: each test may be run alone, and the last one ends
+    it.
+    """
+    on_laptop(
+        machines,
+        "ray get-auth-token --generate > /dev/null; chmod 600 ~/.ray/auth_token",
+    )
+    on_laptop(machines, f"RAY_UP_enable_autoscaler_v2=0 ray up -y {LOCAL}")
+    tunnel = machines.start("laptop", f"RAY_AUTH_MODE=token ray dashboard {LOCAL}")
+    made = Launched(machines, tunnel)
+    wait_for(lambda: made.alive() == 3)
+    yield made
+    tunnel.kill()
+
+
+def test_the_local_file_launches_machines_that_search_and_train(
+    launched: Launched,
+) -> None:
+    shared = launched.machines.shared
+    status = launched.laptop(f"ray exec {LOCAL} 'RAY_AUTH_MODE=token ray status'")
+    assert "Resources" in status
+
+    assert "remote=[127.0.1.1]" in launched.submit("python rays_own.py")
 
     # A search, and its recipe for the next job. The two workers are on two machines,
     # where the host names are 127.0.1.1.
-    submit_own(
+    launched.submit_own(
         "tune digits.py:workload --base-batch-size 8 --total-steps 60 --num-samples 2 "
         f"-o {SHARED}/recipe.json"
     )
-    out = submit_own(
+    out = launched.submit_own(
         f"train on_hosts.py:workload --recipe {SHARED}/recipe.json "
         "--per-worker-batch-size 16 --num-workers 2 --placement spread --name two"
     )
     assert "total_steps reached" in out
     # The check before the start builds the workload where the command runs: on the
     # head.
-    assert {path.name for path in (machines.shared / "hosts").iterdir()} == {
+    assert {path.name for path in (shared / "hosts").iterdir()} == {
         "head",
         "worker-1",
         "worker-2",
     }
-    rows = read_trace(machines.shared / "two")
+    rows = read_trace(shared / "two")
     assert {(row["world_size"], row["scale"]) for row in rows} == {(2, 4)}
     assert rows[-1]["effective_steps"] >= 60
-    assert "has ended: total_steps reached" in submit_own("resume two")
+    assert "has ended: total_steps reached" in launched.submit_own("resume two")
 
-    # A machine loses power during an elastic run, which goes on with the other one.
-    # Then the machine comes back. Each worker needs all CPUs of a machine.
-    submit_own(
+
+def test_a_run_goes_on_where_a_machine_loses_power_and_comes_back(
+    launched: Launched,
+) -> None:
+    """Each worker needs all CPUs of a machine."""
+    launched.submit_own(
         "train on_hosts.py:workload lr=0.05 momentum=0.9 pause_s=0.05 "
         "--base-batch-size 8 --total-steps 4000 --per-worker-batch-size 8 "
         "--num-workers 1..2 --cpus-per-worker 2 --checkpoint-every 5 --name elastic",
         options="--no-wait --submission-id elastic",
     )
-    run = machines.shared / "elastic"
-
-    def checkpoints() -> int:
-        return len(list(run.glob("checkpoint_*/manifest.json")))
-
-    wait_for(lambda: checkpoints() >= 2, 200)
-    machines.lose_power("worker-2")
-    before = checkpoints()
-    seconds = wait_for(lambda: checkpoints() > before, 300)
+    wait_for(lambda: launched.checkpoints("elastic") >= 2)
+    launched.machines.lose_power("worker-2")
+    before = launched.checkpoints("elastic")
+    seconds = wait_for(lambda: launched.checkpoints("elastic") > before)
     print(f"A machine lost power: the next checkpoint came {seconds:.0f} s later.")
-    machines.boot("worker-2")
-    print(
-        f"It was a node again {wait_for(lambda: alive() == 3, 300):.0f} s after its "
-        "start."
-    )
-    log = laptop(
-        "ray job logs --address http://127.0.0.1:8265 --follow elastic", timeout=600
-    )
+    launched.machines.boot("worker-2")
+    seconds = wait_for(lambda: launched.alive() == 3)
+    print(f"It was a node again {seconds:.0f} s after its start.")
+    log = launched.log("elastic", follow=True)
     print(
         *(
             line
@@ -205,7 +243,7 @@ def test_the_local_file_launches_machines_that_train_lose_one_and_end(
     assert "Restart 1 of 20, from the last checkpoint." in log
     assert "node worker-2 (10.91.7.13) was lost." in log
     assert "total_steps reached" in log
-    trace = read_trace(run)
+    trace = read_trace(launched.machines.shared / "elastic")
     assert [row["step"] for row in trace] == list(range(1, len(trace) + 1)), (
         "a step is missing or twice"
     )
@@ -216,25 +254,23 @@ def test_the_local_file_launches_machines_that_train_lose_one_and_end(
         size for size, _ in itertools.groupby(row["world_size"] for row in trace)
     ] == [2, 1, 2]
 
-    # Two workers reach the head and not each other. An elastic run goes on with one of
-    # them; a fixed one once they are joined.
+
+def test_two_workers_that_do_not_reach_each_other(launched: Launched) -> None:
+    """Both reach the head. An elastic run goes on with one of them; a fixed one once
+    they are joined.
+    """
+    machines = launched.machines
+
     def job(name: str, workers: str) -> None:
-        submit(
+        launched.submit(
             f"python parted.py {name} {workers}",
             options=f"--no-wait --submission-id {name}",
-        )
-
-    def log_of(name: str, *, follow: bool = False) -> str:
-        return laptop(
-            "ray job logs --address http://127.0.0.1:8265 "
-            f"{'--follow' if follow else ''} {name}",
-            timeout=600,
         )
 
     machines.part("worker-1", "worker-2")
     began = time.monotonic()
     job("smaller", "1 2")
-    log = log_of("smaller", follow=True)
+    log = launched.log("smaller", follow=True)
     print(
         "Of two that were parted, one trained to its end in "
         f"{time.monotonic() - began:.0f} s.",
@@ -245,21 +281,21 @@ def test_the_local_file_launches_machines_that_train_lose_one_and_end(
     assert "goes on with 1 or fewer workers" in log
     assert {row["world_size"] for row in read_trace(machines.shared / "smaller")} == {1}
     job("joined", "2")
-    wait_for(lambda: "did not reach each other" in log_of("joined"), 200)
+    wait_for(lambda: "did not reach each other" in launched.log("joined"))
     machines.join("worker-1", "worker-2")
-    seconds = wait_for(
-        lambda: bool(
-            list((machines.shared / "joined").glob("checkpoint_*/manifest.json"))
-        ),
-        200,
-    )
+    seconds = wait_for(lambda: launched.checkpoints("joined") >= 1)
     print(f"Joined again, the run had a checkpoint {seconds:.0f} s later.")
-    assert "total_steps reached" in log_of("joined", follow=True)
+    assert "total_steps reached" in launched.log("joined", follow=True)
     assert {row["world_size"] for row in read_trace(machines.shared / "joined")} == {2}
 
-    tunnel.kill()
-    assert "No nodes remaining" in laptop(f"ray down -y {LOCAL}")
+
+def test_ray_down_ends_ray_on_all_machines(launched: Launched) -> None:
+    launched.tunnel.kill()
+    assert "No nodes remaining" in launched.laptop(f"ray down -y {LOCAL}")
     for name in ("head", "worker-1", "worker-2"):
-        wait_for(
-            lambda name=name: machines.run(name, "pgrep -x raylet").returncode == 1, 150
+        seconds = wait_for(
+            lambda name=name: (
+                launched.machines.run(name, "pgrep -x raylet").returncode == 1
+            )
         )
+        print(f"{name}: no raylet {seconds:.0f} s after that.")
