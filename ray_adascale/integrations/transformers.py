@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 from transformers import DefaultFlowCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import has_length
 
-from .._torch import in_eval_mode
+from .._torch import generators_kept, in_eval_mode
 from .._warn import warn_at_user
 from ..config import AdaScaleConfig
 from ..forecast.replay import PredictedRun
@@ -548,16 +548,24 @@ class AdaScaleMixin(_Base):
         """
         if self.accelerator.num_processes * self.args.gradient_accumulation_steps == 1:
             return True  # a mean over the pass is the mean over the step
+        device = self.args.device
+        cuda = [device.index] if device.type == "cuda" else []
+
+        def loss_for(number: Any) -> float:
+            # A loss may draw random numbers in eval mode too (a diffusion model). Give
+            # both the same, which are those of the training pass.
+            with generators_kept(cuda):
+                return float(
+                    self.compute_loss(model, {**given}, num_items_in_batch=number)
+                )
+
         with in_eval_mode(model), torch.no_grad(), self.compute_loss_context_manager():
             given = self._prepare_inputs(inputs)
-            one, other = (
-                float(self.compute_loss(model, {**given}, num_items_in_batch=n))
-                for n in (items, 2 * items)
-            )
+            one, other = loss_for(items), loss_for(2 * items)
         shows = math.isfinite(one) and one != 0  # not where no token of the pass counts
         own = torch.tensor(
             [int(shows and abs(one - other) > 1e-3 * abs(one)), int(shows)],
-            device=self.args.device,
+            device=device,
         )
         uses, seen = self.accelerator.gather(own).view(-1, 2).sum(0).tolist()
         if 0 < uses < seen:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -759,7 +760,7 @@ def that_ignores(folder: str, passes: int, **more: Any) -> tuple[list[str], Note
     """Train a model that takes the number of items and ignores it. Return the
     warnings, or the error, and the steps.
     """
-    model = Tokens(make(20)[0], heeds=False)
+    model = more.pop("kind_of_model", Tokens)(make(20)[0], heeds=False)
     if more.pop("declared", False):
         model.accepts_loss_kwargs = False  # type: ignore[assignment]
     data = token_data(48)
@@ -798,6 +799,45 @@ def test_the_passes_of_a_model_that_ignores_the_number_of_items_are_averaged(
     assert silent == []
     assert found.gains == declared.gains
     assert torch.equal(found.end, declared.end)
+
+
+class Noisy(Tokens):
+    """Tokens whose loss has noise in eval mode too, as that of a diffusion model."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        loss = super().forward(*args, **kwargs)["loss"]
+        draws = torch.rand(()).item() + random.random() + float(np.random.rand())  # noqa: NPY002
+        return {"loss": loss * (1 + draws)}
+
+
+def plain_trainer(adascale: AdaScaleConfig, **arguments: Any) -> Any:
+    """transformers' own Trainer with the arguments of a scaled one."""
+    from transformers import Trainer
+
+    return Trainer(**arguments)
+
+
+def test_a_loss_with_noise_at_scale_1_is_bit_identical_to_the_trainers_own(
+    alone: None, tmp_path: Path
+) -> None:
+    ends = []
+    more = {"per_device_train_batch_size": BATCH // 2, "max_steps": 20}
+    for kind in ({}, {"kind": plain_trainer}):
+        model, data = Noisy(make(20)[0]), token_data(24)
+        with trainer(model, data, 20, 2, str(tmp_path), **more, **kind) as made:
+            random.seed(1)
+            np.random.seed(1)  # noqa: NPY002 (the loss draws from the global generator)
+            made.train()
+        ends.append(weights(model))
+    assert torch.equal(*ends)
+
+
+def test_noise_in_a_loss_does_not_decide_whether_the_number_is_used(
+    alone: None, tmp_path: Path
+) -> None:
+    said, _ = that_ignores(str(tmp_path), 4, kind_of_model=Noisy)
+    assert len(said) == 1
+    assert "4 times too large (1 workers × 4 passes)" in said[0]
 
 
 def test_a_pass_without_tokens_does_not_decide_whether_the_number_is_used(
