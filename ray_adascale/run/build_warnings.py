@@ -119,8 +119,8 @@ def forecast_advice(kind: str) -> str | None:
 def warn_of_schedule(
     scheduler: LRScheduler | None, schedule: BaseSchedule, batch: int
 ) -> list[str]:
-    """Warn if a usable schedule has another length than the run, or a batch is larger
-    than the dataset. Return the warnings.
+    """Warn if a usable schedule has another length than the run or has no usable
+    learning rates, or a batch is larger than the dataset. Return the warnings.
 
     Args:
         scheduler: The user's.
@@ -129,10 +129,25 @@ def warn_of_schedule(
     """
     found = [other_length(scheduler, schedule)]
     lowest = float(np.min([np.min(curve) for curve in schedule.lr_curve]))
-    if math.isnan(lowest) or lowest < 0:
+    endless = (
+        "Check the numbers that the schedule is made of. Lightning's "
+        "trainer.estimated_stepping_batches is infinite with max_epochs=-1: write T = "
+        f"{schedule.total_steps} in its place."
+    )
+    if math.isnan(lowest):
+        found.append(
+            "The learning rate is NaN in steps of the schedule, and such a step makes "
+            f"the weights NaN. {endless}"
+        )
+    elif lowest < 0:
         found.append(
             f"The learning rate falls to {lowest:.3g}, and below 0 a step goes uphill. "
             "End the schedule at 0."
+        )
+    elif not any(np.any(curve) for curve in schedule.lr_curve):
+        found.append(
+            "The learning rate is zero in all steps of the schedule, so no weight is "
+            f"trained. {endless}"
         )
     base = schedule.base_batch_size
     if schedule.base_steps_per_epoch is None:

@@ -101,7 +101,8 @@ def quiet() -> Any:
         warnings.filterwarnings("ignore", module="lightning|torch")
         warnings.filterwarnings(
             "always",
-            message="Training ended at effective step|A checkpoint was|A step begins",
+            message="Training ended at effective step|A checkpoint was|A step begins"
+            "|The learning rate is zero",
         )
         warnings.filterwarnings(
             "ignore", message=".*(does not have many workers|isolated|TreeSpec).*"
@@ -467,6 +468,26 @@ def test_a_scheduler_that_is_too_short_is_refused_with_the_length_of_the_run() -
     with pytest.raises(ValueError, match="Tried to step 51 times") as caught:
         fit(AdaScaleCallback(settings(100)), wanted)
     assert "length of the base run, 100 steps:" in caught.value.__notes__[0]
+
+
+def test_a_schedule_of_the_length_that_lightning_estimates_is_told_to_take_t() -> None:
+    """Which is infinite, since the page's Trainer has ``max_epochs=-1``."""
+    wanted = module(20)
+
+    def configure() -> Any:
+        length = wanted.trainer.estimated_stepping_batches
+        warmup = 0.1 * length
+        wanted.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            wanted.optimizer, lambda step: min(1.0, step / warmup)
+        )
+        scheduler = {"scheduler": wanted.scheduler, "interval": "step"}
+        return {"optimizer": wanted.optimizer, "lr_scheduler": scheduler}
+
+    wanted.configure_optimizers = configure
+    with pytest.warns(
+        UserWarning, match=r"zero in all steps.*estimated_stepping_batches.*T = 20 in"
+    ):
+        fit(AdaScaleCallback(settings(20)), wanted)
 
 
 def test_an_average_of_weights_decays_with_the_gain_as_the_page_has_it() -> None:

@@ -372,8 +372,34 @@ def test_a_schedule_that_falls_below_zero_is_warned_of() -> None:
     unknown = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda call: math.nan if call > 30 else 1.0
     )
-    with pytest.warns(UserWarning, match=r"The learning rate falls to nan"):
+    with pytest.warns(UserWarning, match=r"The learning rate is NaN in steps"):
         Run(net, optimizer, unknown, dataset(60), config)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_schedule_that_is_zero_everywhere_is_warned_of(groups: int) -> None:
+    net = model()
+    parameters = list(net.parameters())
+    optimizer = torch.optim.SGD(
+        [{"params": parameters[i::groups], "lr": 0.1} for i in range(groups)]
+    )
+    config = AdaScaleConfig(base_batch_size=4, total_steps=40, scheduler_unit="step")
+    endless = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda call: call / math.inf)
+    with pytest.warns(
+        UserWarning, match=r"zero in all steps.*estimated_stepping_batches.*T = 40 in"
+    ) as told:
+        Run(net, optimizer, endless, dataset(60), config)
+    assert len(told) == 1
+
+
+def test_a_frozen_group_beside_one_that_trains_is_not_warned_of() -> None:
+    net = model()
+    first, *others = net.parameters()
+    optimizer = torch.optim.SGD([{"params": [first], "lr": 0.0}, {"params": others}])
+    optimizer.param_groups[1]["lr"] = 0.1
+    constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda call: 1.0)
+    config = AdaScaleConfig(base_batch_size=4, total_steps=40, scheduler_unit="step")
+    Run(net, optimizer, constant, dataset(60), config)
 
 
 # ---- gradients that are not finite ---------------------------------------------------
