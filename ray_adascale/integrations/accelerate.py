@@ -24,6 +24,7 @@ from .client import (
     epoch_of,
     follow_batch,
     parts_of,
+    require_samples,
     with_clients_batch,
 )
 
@@ -122,6 +123,11 @@ def prepare(
         config = replace(config, precision=accelerator.mixed_precision)
     adascale, schedule = attach(
         model, optimizer, scheduler, config, recipe, grad_scaler=accelerator.scaler
+    )
+    require_samples(
+        schedule,
+        "Accelerator(gradient_accumulation_steps=2) and a dataloader with "
+        "batch_size={half}",
     )
     ends_early = early_step_end(adascale, lambda: accelerator.sync_gradients)
 

@@ -205,6 +205,27 @@ def follow_batch(
     return True
 
 
+def require_samples(schedule: TauSchedule, write: str) -> None:
+    """Check that the gain of the steps to come can be measured.
+
+    Args:
+        schedule: From :func:`ray_adascale.attach`.
+        write: The client's settings for two passes, with ``{half}`` for the examples of
+            each.
+
+    Raises:
+        ValueError: A step has one gradient sample at S ≠ 1.
+    """
+    adascale, plan = parts_of(schedule)
+    if adascale.current.lacks_samples:
+        half = plan.global_batch_size // 2
+        raise ValueError(
+            f"One gradient sample a step at scale {plan.scale:g} tells nothing of the "
+            "noise, so the gain is unknown. Make two backward passes of half the "
+            f"size: {write.format(half=half)}."
+        )
+
+
 def early_step_end(adascale: AdaScaleOptimizer, ends: Callable[[], bool]) -> StepEnd:
     """Return a :data:`StepEnd` for a client that may step before the declared passes
     are complete, as at the end of an epoch.
@@ -261,6 +282,13 @@ class StepLog:
         # shape is known only as the update begins.
         self._adascale.wrapped.register_step_pre_hook(lambda *_: self._update())
 
+    @property
+    def lr(self) -> float:
+        """The last step's learning rate of the first parameter group, before the gain;
+        before a step, that of the next one.
+        """
+        return float(self._lr)
+
     def metrics(self) -> dict[str, float]:
         """Return the last step's gain, scale, τ, noise scale and efficiency. On a
         GPU this waits for the step.
@@ -286,7 +314,7 @@ class StepLog:
             self._adascale.last_step,
             self._plan,
             loss=math.nan,
-            lr=float(self._lr),
+            lr=self.lr,
             progress=self._progress,
             examples_per_s=self._examples / seconds if seconds > 0 else math.nan,
             probed=None,

@@ -43,6 +43,7 @@ from .client import (
     epoch_of,
     follow_batch,
     parts_of,
+    require_samples,
     with_clients_batch,
 )
 
@@ -244,6 +245,13 @@ class AdaScaleCallback(Callback):
     ) -> None:
         self._batch_idx = batch_idx
         self._follow_batch(trainer, pl_module)
+        assert self.schedule is not None
+        passes = "Trainer(accumulate_grad_batches=2)"
+        if not pl_module.automatic_optimization:
+            passes = "AdaScaleConfig(accumulation=2), each loss divided by 2,"
+        require_samples(
+            self.schedule, f"{passes} and a dataloader with batch_size={{half}}"
+        )
         if self._recorder is not None:
             self._recorder.before_step(pl_module, batch)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ from .client import (
     epoch_of,
     follow_batch,
     parts_of,
+    require_samples,
     with_clients_batch,
 )
 
@@ -399,16 +400,31 @@ class AdaScaleMixin(_Base):
 
         Raises:
             ValueError: An epoch of the loader is not one of the dataset, by which T was
-                computed.
+                computed; a checkpoint without τ was loaded; or a step has one gradient
+                sample at S ≠ 1.
         """
         self._require_own_parts()
         assert self.schedule is not None
+        if self.state.global_step > 0 and self.schedule.effective_steps == 0:
+            raise ValueError(
+                f"The checkpoint is at optimizer step {self.state.global_step}, and "
+                "has no state of the optimizer, which contains τ. The schedule would "
+                "begin anew at τ = 0. To resume a run, save its checkpoints with "
+                "TrainingArguments(save_only_model=False). To train by a new schedule, "
+                "load the weights into the model, and call train() without "
+                "resume_from_checkpoint."
+            )
         self._check_epoch(epoch_of(loader))
         batch = self._per_worker_batch_size()
         follow_batch(
             self.schedule,
             passes=self.args.gradient_accumulation_steps,
             per_worker_batch_size=batch,
+        )
+        require_samples(
+            self.schedule,
+            "TrainingArguments(gradient_accumulation_steps=2, "
+            "per_device_train_batch_size={half})",
         )
         self._forecast = forecast_run(
             self._recipe, self._config, parts_of(self.schedule)[1].scale
@@ -526,7 +542,7 @@ class AdaScaleMixin(_Base):
                 model, inputs, num_items_in_batch
             )
             if self._normalises is False:
-                self._average_passes()
+                self._average_passes(model, inputs, num_items_in_batch)
         if self._normalises is False:
             num_items_in_batch = None
         if self._recorder is not None:
@@ -548,24 +564,11 @@ class AdaScaleMixin(_Base):
         """
         if self.accelerator.num_processes * self.args.gradient_accumulation_steps == 1:
             return True  # a mean over the pass is the mean over the step
-        device = self.args.device
-        cuda = [device.index] if device.type == "cuda" else []
-
-        def loss_for(number: Any) -> float:
-            # A loss may draw random numbers in eval mode too (a diffusion model). Give
-            # both the same, which are those of the training pass.
-            with generators_kept(cuda):
-                return float(
-                    self.compute_loss(model, {**given}, num_items_in_batch=number)
-                )
-
-        with in_eval_mode(model), torch.no_grad(), self.compute_loss_context_manager():
-            given = self._prepare_inputs(inputs)
-            one, other = loss_for(items), loss_for(2 * items)
+        one, other = self._losses_for((items, 2 * items), model, inputs)
         shows = math.isfinite(one) and one != 0  # not where no token of the pass counts
         own = torch.tensor(
             [int(shows and abs(one - other) > 1e-3 * abs(one)), int(shows)],
-            device=device,
+            device=self.args.device,
         )
         uses, seen = self.accelerator.gather(own).view(-1, 2).sum(0).tolist()
         if 0 < uses < seen:
@@ -576,40 +579,75 @@ class AdaScaleMixin(_Base):
             )
         return None if seen == 0 else uses > 0
 
-    def _average_passes(self) -> None:
+    def _losses_for(
+        self, numbers: Iterable[Any], model: nn.Module, inputs: dict[str, Any]
+    ) -> list[float]:
+        """Return the loss of a pass for each number of items, without a trace.
+
+        A loss may draw random numbers in eval mode too, as that of a diffusion model.
+        It gets the same for each number, and they are those of the training pass.
+        """
+        device = self.args.device
+        cuda = [device.index] if device.type == "cuda" else []
+
+        def loss_for(number: Any) -> float:
+            with generators_kept(cuda):
+                return float(
+                    self.compute_loss(model, {**given}, num_items_in_batch=number)
+                )
+
+        with in_eval_mode(model), torch.no_grad(), self.compute_loss_context_manager():
+            given = self._prepare_inputs(inputs)
+            return [loss_for(number) for number in numbers]
+
+    def _average_passes(
+        self, model: nn.Module, inputs: dict[str, Any], items: Any
+    ) -> None:
         """Let the Trainer average the passes of a step, because their loss is a mean
-        over each pass already.
+        over each pass already. Collective.
 
         Raises:
             ValueError: The Trainer's own settings prevent it.
         """
-        workers = self.accelerator.num_processes
         passes = self.args.gradient_accumulation_steps
-        factor = passes * (workers if self.args.average_tokens_across_devices else 1)
-        ignores = (
-            f"{type(self.model).__name__} ignores its argument num_items_in_batch: its "
-            "loss is a mean over each pass, but the Trainer expects a sum over the "
-            "pass, divided by the number of tokens of the step. "
+        # The Trainer's compute_loss multiplies by the number of workers. One of the
+        # user's need not.
+        one, mean = self._losses_for((items, None), model, inputs)
+        own = torch.tensor(
+            one / mean if mean else 0.0, dtype=torch.float64, device=self.args.device
         )
+        multiples = self.accelerator.gather(own.view(1)).nan_to_num(0.0, posinf=0.0)
+        multiple = round(float(multiples.max()), 3)
+        factor = passes * multiple
+        name = type(self.model).__name__
+        if type(self).compute_loss is not Trainer.compute_loss:
+            name = f"{type(self).__name__}.compute_loss(), or the model in it,"
+        elif self.compute_loss_func is not None:
+            name = "compute_loss_func"
+        ignores = (
+            f"{name} ignores its argument num_items_in_batch: its loss is a mean over "
+            "each pass, but the Trainer expects a sum over the pass, divided by the "
+            "number of tokens of the step. "
+        )
+        of = f"{passes} passes"
+        if multiple > 1:
+            of = f"{multiple:g} workers × {of}"
+        too_large = f"{factor:g} times too large ({of})"
+        self._adascale.sample_weights = None
         # A newer attribute of the Trainer, by which a subclass fixes the answer.
-        if (
-            self.compute_loss_func is not None
-            or getattr(self, "loss_is_scaled_for_ga", None) is not None
-        ):
+        fixed = getattr(self, "loss_is_scaled_for_ga", None) is not None
+        if factor > 1 and (self.compute_loss_func is not None or fixed):
             raise ValueError(
-                f"{ignores}The gradient would be {factor} times too large ({workers} "
-                f"workers × {passes} passes). Divide by num_items_in_batch in "
-                "compute_loss_func, or leave compute_loss_func and "
-                "loss_is_scaled_for_ga out."
+                f"{ignores}The gradient would be {too_large}. Divide by "
+                "num_items_in_batch in compute_loss_func, or leave compute_loss_func "
+                "and loss_is_scaled_for_ga out."
             )
         self.model_accepts_loss_kwargs = False
-        self._adascale.sample_weights = None
-        if self.is_world_process_zero():
+        if factor > 1 and self.is_world_process_zero():
             warn_at_user(
                 f"{ignores}So this trainer averages the passes. transformers' own "
-                f"Trainer would make the gradient {factor} times too large ({workers} "
-                f"workers × {passes} passes). Set accepts_loss_kwargs = False on the "
-                "model to confirm it."
+                f"Trainer would make the gradient {too_large}. Set accepts_loss_kwargs "
+                "= False on the model to confirm it."
             )
 
     # ---- logs and trace --------------------------------------------------------------
@@ -621,6 +659,17 @@ class AdaScaleMixin(_Base):
         if self._steps is not None and "loss" in logs:
             logs.update(self._steps.metrics())
         super().log(logs, *args, **kwargs)
+
+    def _get_learning_rate(self) -> float:
+        """Return the learning rate of the last step, before the gain, as the Trainer
+        logs it.
+
+        The Trainer asks before it steps the scheduler, but this schedule has followed
+        τ by then. The method has no public name; a test fails if it moves.
+        """
+        if self._steps is None:
+            return float(super()._get_learning_rate())
+        return self._steps.lr
 
     def step_has_ended(self) -> None:
         """Add this worker's loss of the step to the trace, if there is one."""

@@ -407,6 +407,19 @@ def test_passes_that_change_from_or_to_one_are_refused_with_what_to_write(
     assert [scale for _, scale in seen] == [later] * (16 // later)
 
 
+def test_one_gradient_sample_a_step_is_refused_with_the_settings_to_write() -> None:
+    loader = DataLoader(dataset(40), batch_size=2 * BATCH)
+    with (
+        alone() as acc,
+        pytest.raises(
+            ValueError,
+            match=r"scale 2 .*Accelerator\(gradient_accumulation_steps=2\) and a "
+            rf"dataloader with batch_size={BATCH}\.",
+        ),
+    ):
+        prepared(acc, loader, settings(10))
+
+
 def test_a_mean_over_the_whole_step_with_sample_weights_is_not_made_a_mean_again() -> (
     None
 ):

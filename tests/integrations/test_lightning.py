@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import math
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -468,6 +469,23 @@ def test_a_scheduler_that_is_too_short_is_refused_with_the_length_of_the_run() -
     with pytest.raises(ValueError, match="Tried to step 51 times") as caught:
         fit(AdaScaleCallback(settings(100)), wanted)
     assert "length of the base run, 100 steps:" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    ("manual", "write"),
+    [
+        (0, r"Trainer\(accumulate_grad_batches=2\)"),
+        (1, r"AdaScaleConfig\(accumulation=2\), each loss divided by 2,"),
+    ],
+)
+def test_one_gradient_sample_a_step_is_refused_with_the_settings_to_write(
+    manual: int, write: str
+) -> None:
+    config = replace(settings(20), base_batch_size=BATCH // 2)
+    with pytest.raises(
+        ValueError, match=rf"scale 2 .*{write} and a dataloader with batch_size=2\."
+    ):
+        fit(AdaScaleCallback(config), module(20, manual), accumulation=1)
 
 
 def test_a_schedule_of_the_length_that_lightning_estimates_is_told_to_take_t() -> None:

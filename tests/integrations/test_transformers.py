@@ -133,10 +133,10 @@ def trainer(
             use_cpu=True,
             gradient_accumulation_steps=accumulation,
             max_grad_norm=0.0,
-            logging_steps=5,
             report_to=[],
             remove_unused_columns=False,
             **{
+                "logging_steps": 5,
                 "save_strategy": "no",
                 "train_sampling_strategy": "sequential",
                 "disable_tqdm": True,
@@ -703,6 +703,39 @@ def test_a_plain_runs_checkpoint_is_named_as_one(alone: None, tmp_path: Path) ->
             scaled.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
 
 
+def test_a_checkpoint_of_the_model_alone_is_not_resumed_from(
+    alone: None, tmp_path: Path
+) -> None:
+    model, data = Classifier(make(20)[0]), rows_of(24)
+    kept = {"save_strategy": "steps", "save_steps": 3, "save_only_model": True}
+    with (
+        trainer(model, data, 20, 2, str(tmp_path), max_steps=3, **kept) as made,
+        pytest.warns(UserWarning, match="before the schedule's end"),
+    ):
+        made.train()
+    with (
+        trainer(model, data, 20, 2, str(tmp_path), **kept) as made,
+        pytest.raises(ValueError, match=r"step 3, and has no state.*save_only_model=F"),
+    ):
+        made.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-3")
+
+
+def test_one_gradient_sample_a_step_is_refused_with_the_arguments_to_write(
+    alone: None, tmp_path: Path
+) -> None:
+    model, data = Classifier(make(20)[0]), rows_of(24)
+    double = {"per_device_train_batch_size": 2 * BATCH}
+    with (
+        trainer(model, data, 20, 1, str(tmp_path), **double) as made,
+        pytest.raises(
+            ValueError,
+            match=r"scale 2 .*TrainingArguments\(gradient_accumulation_steps=2, "
+            r"per_device_train_batch_size=4\)",
+        ),
+    ):
+        made.train()
+
+
 # ---- tokens --------------------------------------------------------------------------
 
 
@@ -801,6 +834,21 @@ def test_the_passes_of_a_model_that_ignores_the_number_of_items_are_averaged(
     assert torch.equal(found.end, declared.end)
 
 
+def test_the_logged_learning_rate_is_that_of_the_step_as_in_the_trainers_own_log(
+    alone: None, tmp_path: Path
+) -> None:
+    logged = []
+    more = {"per_device_train_batch_size": BATCH // 2, "max_steps": 20}
+    for kind in ({}, {"kind": plain_trainer}):
+        model, data = Classifier(make(20)[0]), rows_of(24)
+        more["logging_steps"] = 1
+        with trainer(model, data, 20, 2, str(tmp_path), **more, **kind) as made:
+            made.train()
+        logged.append([row.get("learning_rate") for row in made.state.log_history])
+    assert logged[0] == logged[1]
+    assert logged[0][0] == LR
+
+
 class Noisy(Tokens):
     """Tokens whose loss has noise in eval mode too, as that of a diffusion model."""
 
@@ -837,7 +885,46 @@ def test_noise_in_a_loss_does_not_decide_whether_the_number_is_used(
 ) -> None:
     said, _ = that_ignores(str(tmp_path), 4, kind_of_model=Noisy)
     assert len(said) == 1
-    assert "4 times too large (1 workers × 4 passes)" in said[0]
+    assert "4 times too large (4 passes)" in said[0]
+
+
+def with_own_loss(**arguments: Any) -> Any:
+    """A trainer with a ``compute_loss`` of its own, which takes a mean over a pass."""
+    from transformers import Trainer
+
+    from ray_adascale.integrations.transformers import AdaScaleMixin
+
+    class Own(Trainer):
+        def compute_loss(
+            self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None
+        ) -> Tensor:
+            return model(**inputs)["loss"]
+
+    class Scaled(AdaScaleMixin, Own):
+        pass
+
+    return Scaled(**arguments)
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_an_own_compute_loss_is_told_what_the_trainer_does_with_it(
+    knowing: Any, tmp_path: Path, passes: int
+) -> None:
+    """The Trainer's own multiplies by the number of workers; this one does not, so with
+    one pass nothing is wrong.
+    """
+    (said, found), _ = knowing(ADAPTER).run(
+        that_ignores, str(tmp_path), passes, kind=with_own_loss
+    )
+    _, (_, declared) = knowing(ADAPTER).run(
+        that_ignores, str(tmp_path), passes, declared=True
+    )
+    assert len(said) == (passes > 1)
+    if said:
+        assert "Scaled.compute_loss(), or the model in it, ignores" in said[0]
+        assert "3 times too large (3 passes)" in said[0]
+    assert found.gains == declared.gains
+    assert torch.equal(found.end, declared.end)
 
 
 def test_a_pass_without_tokens_does_not_decide_whether_the_number_is_used(
@@ -855,7 +942,7 @@ def test_a_loss_function_that_ignores_the_number_of_items_is_refused(
     knowing: Any, tmp_path: Path
 ) -> None:
     for said, _ in knowing(ADAPTER).run(refused, str(tmp_path)):
-        assert "ignores its argument num_items_in_batch" in said
+        assert "compute_loss_func ignores its argument num_items_in_batch" in said
         assert "6 times too large (2 workers × 3 passes)" in said
         assert "Divide by num_items_in_batch in compute_loss_func" in said
 
