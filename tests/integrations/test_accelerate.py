@@ -5,6 +5,7 @@ through its own checkpoints.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from ray_adascale import AdaScaleConfig
 from ray_adascale.integrations.client import follow_batch
@@ -458,6 +464,51 @@ def test_a_mean_over_the_whole_step_with_sample_weights_is_not_made_a_mean_again
             return summed * units[number] * 4 / total
 
         one_epoch(acc, *parts, loss)
+    assert [scale for _, scale in seen] == [4, 2]
+    for (gradient, _), wanted in zip(seen, expected, strict=True):
+        torch.testing.assert_close(gradient, wanted)
+
+
+def test_a_loop_that_fetches_the_batches_of_a_step_before_it_as_the_page_has_it() -> (
+    None
+):
+    # Six passes, four a step: 4, 2. Accelerate has seen the end of the loader when the
+    # first pass of the second step begins. Example i has 1 + i % 5 tokens.
+    x, y = dataset(6 * BATCH).tensors
+    tokens = torch.tensor([1.0 + i % 5 for i in range(6 * BATCH)], dtype=x.dtype)
+    data = TensorDataset(x, y, tokens)
+
+    def token_loss(model: nn.Module, batch: Any) -> Tensor:  # a sum
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none") @ batch[2]
+
+    expected: list[Tensor] = []
+    with alone(4) as accelerator:
+        loader = DataLoader(data, batch_size=BATCH)
+        parts = prepared(accelerator, loader, settings(1000))
+        model, optimizer, loader, scheduler = parts
+        seen = watched(model, scheduler)
+        k = accelerator.gradient_accumulation_steps
+        source = iter(loader)
+        while batches := list(itertools.islice(source, k)):
+            first = 4 * BATCH * len(expected)
+            rows = slice(first, first + len(batches) * BATCH)
+            whole = [part[rows] for part in data.tensors]
+            expected.append(
+                gradient_at(
+                    model, lambda whole=whole: token_loss(model, whole) / whole[2].sum()
+                )
+            )
+            counts = [float(batch[2].sum()) for batch in batches]
+            scheduler.optimizer.sample_weights = [n / sum(counts) for n in counts]
+            for i, batch in enumerate(batches):
+                last = i + 1 == len(batches)
+                accelerator.sync_gradients = last
+                with contextlib.nullcontext() if last else accelerator.no_sync(model):
+                    loss = token_loss(model, batch) / sum(counts)
+                    accelerator.backward(loss * k)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
     assert [scale for _, scale in seen] == [4, 2]
     for (gradient, _), wanted in zip(seen, expected, strict=True):
         torch.testing.assert_close(gradient, wanted)
