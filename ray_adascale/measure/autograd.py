@@ -16,7 +16,9 @@ from torch.utils.hooks import RemovableHandle
 REENTRANT = (
     "Reentrant activation checkpointing runs backward passes within the backward pass, "
     "so AdaScale can't tell gradient samples apart. Use "
-    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), and with "
+    "transformers' Trainer TrainingArguments(gradient_checkpointing_kwargs="
+    "{'use_reentrant': False})."
 )
 
 

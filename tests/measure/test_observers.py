@@ -139,7 +139,10 @@ def test_reentrant_checkpointing_that_hides_where_a_pass_ends_is_refused(
             model, checkpoint(middle, x, use_reentrant=True), use_reentrant=True
         )
 
-    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"use_reentrant=False\).*TrainingArguments\(gradient_checkpointing_kwargs=",
+    ):
         train(watched, adascale, forward)
 
 
