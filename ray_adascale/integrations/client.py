@@ -50,10 +50,13 @@ class Epoch:
     Attributes:
         examples: Over all workers; None if unknown.
         drop_last: Whether the loader leaves out a last batch that is not full.
+        is_rounded: Whether the last batch counts as full, since the loader's own batch
+            sampler has a length in batches alone.
     """
 
     examples: int | None
     drop_last: bool = False
+    is_rounded: bool = False
 
     def base_length(self, base_batch_size: int) -> int | None:
         """Return the examples of an epoch of the base run, a multiple of its batch: its
@@ -83,15 +86,22 @@ def epoch_of(loader: Any, *, workers: int = 1) -> Epoch:
     if hasattr(sampler, "num_replicas") and hasattr(sampler, "dataset"):
         examples = len(sampler.dataset)  # before it is shared out
     elif isinstance(dataset, IterableDataset):
-        examples = len(dataset) if isinstance(dataset, Sized) else None
+        examples = _length_of(dataset)
     # Each worker's sampler may be of its share of the data or of all of it.
     elif workers > 1:
         examples = None
     elif type(batches) is BatchSampler and isinstance(sampler, Sized):
         examples = len(sampler)
     elif hasattr(batches, "__len__") and getattr(batches, "batch_size", None):
-        examples = len(batches) * batches.batch_size
+        return Epoch(len(batches) * batches.batch_size, drop_last, is_rounded=True)
     return Epoch(examples, drop_last)
+
+
+def _length_of(stream: Any) -> int | None:
+    """Return the examples of a stream for all workers; None if they are unknown."""
+    if type(stream).__name__ == "IterableDatasetShard":  # Accelerate's, of one worker
+        stream = stream.dataset
+    return len(stream) if isinstance(stream, Sized) else None
 
 
 def with_clients_batch(

@@ -465,13 +465,17 @@ class AdaScaleMixin(_Base):
         """
         config = self._config
         length = base_length_of(config, epoch, self._recipe)
-        if not self._t_by_dataset or length in (None, config.dataset_length):
+        if not self._t_by_dataset or length is None or epoch.is_rounded:
             return
         right = base_length(replace(config, dataset_length=length))[1]
+        if right == self._total_steps:
+            return
+        without = ", without a last batch that is not full (drop_last)"
         raise ValueError(
             f"AdaScaleConfig(total_epochs={config.total_epochs:g}) makes T = "
             f"{self._total_steps}, by the length of train_dataset. But the dataloader "
-            f"reads {epoch.examples} examples in an epoch, by which T is {right}. "
+            f"reads {epoch.examples} examples in an epoch"
+            f"{without if epoch.drop_last else ''}, by which T is {right}. "
             f"Write AdaScaleConfig(total_steps={right}) in place of total_epochs."
         )
 

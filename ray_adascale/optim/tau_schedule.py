@@ -140,7 +140,8 @@ class TauSchedule(LRScheduler):
         """The batch of a step; None unless :func:`ray_adascale.attach` has set it."""
         self._step_count = 0
         self._progress = _Progress(weakref.ref(self), total_steps or 0.0)
-        _SCHEDULES.append(self._progress)
+        if total_steps:
+            _SCHEDULES.append(self._progress)
         self._was_loaded = False  # since the last step
         self._warned_past_end = False
         self._advance()
@@ -175,6 +176,7 @@ class TauSchedule(LRScheduler):
 
         def loaded(*_: Any) -> None:
             if (schedule := ref()) is not None:
+                schedule._was_loaded = True
                 schedule._schedule.restore(
                     schedule._schedule.due(schedule._adascale.effective_steps)
                 )
@@ -233,16 +235,17 @@ class TauSchedule(LRScheduler):
             lr_curve=self._schedule.curve(self._total_steps),
         )
 
-    def step(self, *args: Any, **_: Any) -> None:
+    def step(self, *args: Any, **named: Any) -> None:
         """Set the learning rates of ⌊τ⌋, unless that would wait for the device.
         Arguments are ignored: timm's loops pass the number of updates or the epoch.
 
         Raises:
             ValueError: The argument is a part of an epoch.
         """
-        if args and isinstance(args[0], float) and not args[0].is_integer():
+        epoch = args[0] if args else named.get("epoch")
+        if isinstance(epoch, float) and not epoch.is_integer():
             raise ValueError(
-                f"scheduler.step({args[0]:g}): parts of an epoch can't be driven by τ. "
+                f"scheduler.step({epoch:g}): parts of an epoch can't be driven by τ. "
                 "Make the scheduler in steps of the base run "
                 "(CosineAnnealingWarmRestarts(optimizer, T_0=epochs * steps_per_epoch)"
                 '), with scheduler_unit="step", and call step() without an argument.'
@@ -266,7 +269,7 @@ class TauSchedule(LRScheduler):
         progress = self._progress
         if tau > progress.tau:
             progress.advance = tau - progress.tau
-            progress.tau = tau
+        progress.tau = tau
         self._schedule.advance_to(tau)
 
     def __getattr__(self, name: str) -> Any:
@@ -337,10 +340,12 @@ class TauSchedule(LRScheduler):
         due = self._schedule.due(tau)
         if self._schedule.calls > due:
             raise RuntimeError(
-                f"The scheduler's state is that of {self._schedule.calls} calls, and "
-                f"the optimizer's effective step is {tau:.2f}, at which {due} are due. "
-                "Load the state of the optimizer of the same checkpoint as well: it "
-                "has τ."
+                f"The scheduler is at call {self._schedule.calls}, and the "
+                f"optimizer's effective step is {tau:.2f}, at which {due} are due. "
+                "Load both states of one checkpoint, into an optimizer and a schedule "
+                "that were just built: τ is in the optimizer's. With "
+                'scheduler_unit="epoch", dataset_length and the base batch must be '
+                "those of the checkpoint."
             )
 
 

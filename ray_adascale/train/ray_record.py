@@ -76,7 +76,14 @@ def rename_useless_record(
     except ValueError:
         why = "was cut off, as after a full disk or a kill during a write"
     else:
-        missing = sorted(_checkpoints_in(record) - set(names))
+        unlisted = sorted(_checkpoints_in(record) - set(names))
+        # A listing may be older than the record.
+        found = filesystem.get_file_info([f"{folder}/{name}" for name in unlisted])
+        missing = [
+            name
+            for name, info in zip(unlisted, found, strict=True)
+            if info.type == pyarrow.fs.FileType.NotFound
+        ]
         if not missing:
             return
         why = f"has checkpoints that are gone ({', '.join(missing)})"

@@ -20,6 +20,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
@@ -298,7 +299,7 @@ class Buckets(BatchSampler):
         (
             DataLoader(DATA, batch_sampler=Buckets(SequentialSampler(DATA), 5, False)),
             1,
-            Epoch(15),
+            Epoch(15, is_rounded=True),
         ),
         (
             DataLoader(DATA, batch_sampler=Buckets(SequentialSampler(DATA), 5, False)),
@@ -312,6 +313,31 @@ def test_an_epoch_is_what_the_loader_reads(
     loader: Any, workers: int, epoch: Epoch
 ) -> None:
     assert epoch_of(loader, workers=workers) == epoch
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(range(10))
+
+
+class OfKnownLength(Stream):
+    def __len__(self) -> int:
+        return 10
+
+
+@pytest.mark.parametrize(("stream", "examples"), [(Stream, None), (OfKnownLength, 10)])
+def test_a_stream_that_accelerate_shares_out_has_its_own_length(
+    stream: type[Stream], examples: int | None
+) -> None:
+    data_loader = pytest.importorskip("accelerate.data_loader")
+    shared = data_loader.prepare_data_loader(
+        DataLoader(stream(), batch_size=4),
+        num_processes=2,
+        process_index=0,
+        dispatch_batches=False,
+        put_on_device=False,
+    )
+    assert epoch_of(shared) == Epoch(examples)
 
 
 @pytest.mark.parametrize(

@@ -394,11 +394,13 @@ def test_a_part_of_an_epoch_is_refused_and_whole_numbers_are_ignored() -> None:
     assert schedule.last_epoch == 0
     with pytest.raises(ValueError, match=r"step\(0\.25\): parts of an epoch"):
         schedule.step(0.25)
+    with pytest.raises(ValueError, match=r"step\(0\.25\): parts of an epoch"):
+        schedule.step(epoch=0.25)
 
 
 def test_a_schedule_that_is_loaded_without_the_clock_is_refused() -> None:
     model, optimizer, schedule = made(SCHEDULERS["cosine"])
-    data = iter(batches(20, 4))
+    data = iter(batches(200, 4))
     while schedule.last_epoch < 5:
         take(model, optimizer, [next(data), next(data)])
     states = optimizer.state_dict(), schedule.state_dict()
@@ -410,3 +412,8 @@ def test_a_schedule_that_is_loaded_without_the_clock_is_refused() -> None:
     schedule.load_state_dict(states[1])
     optimizer.load_state_dict(states[0])
     take(model, optimizer, [next(data), next(data)])
+    while not schedule.finished:
+        take(model, optimizer, [next(data), next(data)])
+    optimizer.load_state_dict(states[0])  # of an earlier step, in the same schedule
+    with pytest.raises(RuntimeError, match="that were just built"):
+        take(model, optimizer, [next(data), next(data)])

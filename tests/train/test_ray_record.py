@@ -112,6 +112,21 @@ def test_a_record_with_a_deleted_checkpoint_is_renamed(
     assert "has checkpoints that are gone (checkpoint_gone). It is" in caplog.text
 
 
+def test_a_listing_that_is_older_than_the_record_costs_no_record(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = record_of("checkpoint_2026-11-25_05", "checkpoint_2026-11-25_04")
+    (run / RECORD).write_text(record)
+    listed = ray_record.list_names
+    monkeypatch.setattr(
+        ray_record,
+        "list_names",
+        lambda *given: [n for n in listed(*given) if not n.endswith("_04")],
+    )
+    rename_useless_record(str(run), "mine")
+    assert (run / RECORD).read_text() == record
+
+
 def test_a_checkpoint_that_was_never_finished_or_has_a_damaged_state_does_not_count(
     tmp_path: Path, run: Path
 ) -> None:

@@ -84,7 +84,6 @@ def attach(
     """
     config = read_settings(config)
     attached_loop.warn_of_unused(config)
-    batch_is_given = config.per_worker_batch_size is not None
     config = config.with_recipe(recipe)
     workers = _workers()
     bare = model.module if isinstance(model, DistributedDataParallel) else model
@@ -168,8 +167,6 @@ def attach(
     attached_loop.refuse_plain_state(adascale)
     if config.grad_clip is not None and math.isfinite(float(config.grad_clip)):
         attached_loop.warn_of_unclipped(adascale.wrapped, float(config.grad_clip))
-    if not batch_is_given:
-        attached_loop.warn_of_larger_batch(bare, plan.base_batch_size)
     if starting_step:
         adascale.effective_steps = starting_step
         schedule.step()

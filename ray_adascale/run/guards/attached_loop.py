@@ -5,18 +5,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from ..._warn import warn_at_user, warn_on_first_worker
 from ...config import AdaScaleConfig
 from ...optim.adascale import AdaScaleOptimizer
-from ...optim.saved_state import STATISTICS
+from ...optim.saved_state import without_tensors
 from .users_model import UsersModel
 
 _OF_A_RUN = (
@@ -57,13 +56,14 @@ def refuse_plain_state(adascale: AdaScaleOptimizer) -> None:
     would begin anew on trained weights.
     """
 
-    def before(_: Optimizer, state_dict: Mapping[str, Any]) -> None:
-        groups = state_dict.get("param_groups") or [{}]
-        if STATISTICS not in state_dict and STATISTICS not in groups[0]:
+    def before(_: Optimizer, state_dict: dict[str, Any]) -> None:
+        _, statistics = without_tensors(state_dict, like=adascale.statistics_state())
+        if not statistics:
             raise ValueError(
-                "This is the checkpoint of a run without AdaScale: the optimizer's "
-                "state has no effective steps, so the schedule would begin anew on "
-                "trained weights. Finish that run without AdaScale, or load its "
+                "This is the checkpoint of a run without AdaScale, or the state of the "
+                "optimizer inside: it has no effective steps, so the schedule would "
+                "begin anew on trained weights. Save the optimizer that attach() "
+                "returned. Finish a run without AdaScale as it began, or load its "
                 "weights alone and begin a new run. To go on at its step k, load it in "
                 "a loop of your own, before ray_adascale.attach(..., starting_step=k)."
             )
@@ -72,7 +72,8 @@ def refuse_plain_state(adascale: AdaScaleOptimizer) -> None:
 
 
 def warn_of_unclipped(wrapped: Optimizer, limit: float, steps: int = 20) -> None:
-    """Warn if one of the first steps has a larger gradient than the settings say.
+    """Warn if one of the first steps has a larger gradient than the settings say. Each
+    of these steps waits for the device.
 
     Args:
         wrapped: The optimizer in AdaScale. Its step begins after the loop's clipping,
@@ -101,40 +102,11 @@ def warn_of_unclipped(wrapped: Optimizer, limit: float, steps: int = 20) -> None
                 f"loop clips at this norm, and a step has a gradient of norm {norm:.4g}"
                 ". The setting itself clips nothing. Write "
                 f"torch.nn.utils.clip_grad_norm_(model.parameters(), {limit:g}) before "
-                "optimizer.step(), or leave grad_clip out."
+                "optimizer.step() (max_grad_norm of the Trainer, gradient_clip_val of "
+                "Lightning), or leave grad_clip out."
             )
 
     wrapped.register_step_pre_hook(before)
-
-
-def warn_of_larger_batch(model: nn.Module, batch: int) -> None:
-    """Warn if the first input in train mode has other rows than the batch that the
-    settings leave at its default.
-
-    Args:
-        model: The bare model.
-        batch: B0, the default of ``per_worker_batch_size``.
-    """
-
-    def before(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        if not module.training or not torch.is_grad_enabled():
-            return
-        hook.remove()
-        given = [*args, *kwargs.values()]
-        inputs = (each for each in given if isinstance(each, Tensor) and each.ndim)
-        first = next(inputs, None)
-        if first is not None and len(first) != batch:
-            warn_on_first_worker(
-                f"AdaScaleConfig(per_worker_batch_size=...) is left out, so a pass "
-                f"counts for {batch} examples, the base batch. The first input of the "
-                f"model has {len(first)} rows. If a row is an example, write "
-                f"per_worker_batch_size={len(first)}; else write "
-                f"per_worker_batch_size={batch}."
-            )
-
-    hook = model.register_forward_pre_hook(before, with_kwargs=True)
 
 
 def refuse_uncounted_passes(adascale: AdaScaleOptimizer, steps: int = 10) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import warnings
-from typing import Any
 
 import pytest
 import torch
-from torch.optim import SGD
 
-from ray_adascale import AdaScaleConfig, EarlyStop, attach
+from ray_adascale import EarlyStop, attach
 
 from ...integrations.problem import BATCH, dataset, loss_of, make, settings
 
@@ -38,9 +36,11 @@ def test_the_state_of_a_run_without_adascale_is_refused() -> None:
     adascale, _ = attach(model, optimizer, scheduler, settings(10))
     with pytest.raises(
         ValueError,
-        match=r"run without AdaScale: .*no effective steps.*attach\(\.\.\., starting_step=k\)",
+        match=r"run without AdaScale, .*no effective steps.*attach\(\.\.\., starting_step=k\)",
     ):
         adascale.load_state_dict(plain)
+    with pytest.raises(ValueError, match="state of the optimizer inside"):
+        adascale.load_state_dict(adascale.wrapped.state_dict())
     own = adascale.state_dict()
     attach(*make(10), settings(10))[0].load_state_dict(own)
 
@@ -64,39 +64,3 @@ def test_a_declared_clipping_that_the_loop_leaves_out_is_warned_of_once(
     if not clips:
         assert "clips nothing" in str(caught[0].message)
         assert "clip_grad_norm_(model.parameters(), 0.01)" in str(caught[0].message)
-
-
-@pytest.mark.parametrize(
-    ("rows", "given", "told"), [(12, {}, 1), (BATCH, {}, 0), (12, {"given": 12}, 0)]
-)
-def test_a_batch_that_the_settings_leave_out_is_compared_with_the_first_input(
-    rows: int, given: dict[str, int], told: int
-) -> None:
-    model, optimizer, scheduler = make(40)
-    more = {"per_worker_batch_size": given["given"], "accumulation": 2} if given else {}
-    attach(model, optimizer, scheduler, settings(40, **more))
-    x, _ = dataset(rows).tensors
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model.eval()(x)  # not a pass
-        with torch.no_grad():
-            model.train()(x)
-        model(x)
-        model(x)
-    assert len(caught) == told
-    if told:
-        assert f"has {rows} rows" in str(caught[0].message)
-        assert f"write per_worker_batch_size={rows};" in str(caught[0].message)
-
-
-def test_an_input_without_rows_is_not_compared() -> None:
-    class Scalar(torch.nn.Linear):
-        def forward(self, x: Any) -> Any:
-            return super().forward(x["x"])
-
-    model = Scalar(2, 1)
-    config = AdaScaleConfig(base_batch_size=2, total_steps=4)
-    attach(model, SGD(model.parameters(), lr=0.1), None, config)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model({"x": torch.ones(3, 2)})
