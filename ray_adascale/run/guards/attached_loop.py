@@ -57,8 +57,8 @@ def refuse_plain_state(adascale: AdaScaleOptimizer) -> None:
     """
 
     def before(_: Optimizer, state_dict: dict[str, Any]) -> None:
-        _, statistics = without_tensors(state_dict, like=adascale.statistics_state())
-        if not statistics:
+        expected = adascale.statistics_state()
+        if not without_tensors(state_dict, like=expected)[1]:
             raise ValueError(
                 "This is the checkpoint of a run without AdaScale, or the state of the "
                 "optimizer inside: it has no effective steps, so the schedule would "
