@@ -14,6 +14,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow.fs
 import pytest
@@ -28,6 +29,7 @@ from ray_adascale._files import (
     join,
     list_names,
     read_json,
+    read_text,
     rename_file,
     scratch_folder,
     split,
@@ -144,6 +146,7 @@ def test_a_path_holds_from_any_folder_and_a_uri_stays(
         "s3://AKIA:/hidden/my+==@bucket/runs?region=x",
         "s3://AKIA:my@hidden@bucket/runs@2",
         "s3://AKIA:443/hidden@bucket/runs",
+        "S3://AKIA:443/hidden@bucket/runs",
         "abfs://container@account/runs?sv=2026-01-01&sig=hidden%3D",
         "abfs://container@account/runs?enable_tls=true&hidden",
         "s3://bucket/runs?endpoint_override=http%3A%2F%2Fme%3Ahidden%40host",
@@ -314,6 +317,46 @@ def test_temporary_files_of_a_killed_process_are_removed_by_the_next_and_others_
         for process in processes:
             process.kill()
             process.communicate()
+
+
+def test_a_file_system_that_keeps_listings_is_made_to_list_anew(tmp_path: Path) -> None:
+    forgotten: list[None] = []
+    inner = SimpleNamespace(invalidate_cache=lambda: forgotten.append(None))
+
+    class OfFsspec(pyarrow.fs.LocalFileSystem):
+        handler = SimpleNamespace(fs=inner)
+
+    (tmp_path / "lock.json").write_text("{}")
+    for look, found in (
+        (lambda: list_names(str(tmp_path), OfFsspec()), ["lock.json"]),
+        (lambda: read_text(f"{tmp_path}/lock.json", OfFsspec()), "{}"),
+    ):
+        forgotten.clear()
+        assert look() == found
+        assert forgotten
+
+
+_FORKED = """
+import os, sys, tempfile
+from ray_adascale._files import scratch_folder
+tempfile.tempdir = sys.argv[1]
+folder = scratch_folder("checkpoint")
+if os.fork() == 0:
+    sys.exit()
+os.wait()
+print(folder.exists())
+"""
+
+
+def test_a_forked_process_that_ends_leaves_the_temporary_files(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", _FORKED, str(tmp_path)],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.stdout == "True\n"
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -331,6 +333,20 @@ def test_the_report_that_the_run_waits_for_is_uploaded_in_the_same_way(
     backend.report(outcome(), tmp_path / "share")
     assert storage.taken == [[]]
     assert not (tmp_path / "share").exists()
+
+
+def test_a_checkpoint_has_the_score_of_its_own_evaluation_alone() -> None:
+    """Ray keeps the checkpoints with the best score."""
+    backend = object.__new__(worker.RayTrainBackend)
+    users = replace(outcome(error=0.5), user_keys=("error",))
+    evaluated = replace(users, evaluated=True)
+    assert backend._compared(users)["error"] == 0.5  # Ray compares nothing
+    backend.kept_by = "error"
+    assert backend._compared(evaluated)["error"] == 0.5
+    assert math.isnan(backend._compared(users)["error"])
+    assert math.isnan(backend._compared(outcome())["error"])
+    backend.kept_by = "loss"  # of the step itself
+    assert backend._compared(users)["loss"] == 1.0
 
 
 def test_a_checkpoint_that_was_stored_and_not_reported_is_used_and_incomplete_ones_are_removed(

@@ -135,6 +135,9 @@ def test_workers_of_an_earlier_start_are_forgotten() -> None:
     found.add(beat(0, Phase.PASS, 1.0, of=2), 400.0)
     found.add(beat(1, Phase.PASS, 1.0, of=2), 400.0)
     assert found.hang(400.0) is None
+    hang = found.hang(600.0)
+    assert hang is not None
+    assert [one.rank for one in hang.held_up_by] == [0, 1]
     found.clear()
     assert found.hang(9999.0) is None
 

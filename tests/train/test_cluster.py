@@ -203,6 +203,34 @@ def test_a_start_that_takes_long_names_the_node_that_was_lost(
     assert killed == ["the controller"]
 
 
+def test_resources_that_a_restart_lacks_are_named_soon_after_the_workers_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A node is lost within half a minute of the line before the first start."""
+    now = [0.0]
+    monkeypatch.setattr(
+        driver_monitor, "time", SimpleNamespace(monotonic=lambda: now[0])
+    )
+    monkeypatch.setattr(ray, "nodes", lambda: MACHINES)
+    monkeypatch.setattr(driver_monitor, "lacking", lambda *_: "1 more CPU")
+    lock: Any = SimpleNamespace(lost=None)
+    monitor = DriverMonitor(None, ({"CPU": 1.0}, 1), lock)
+
+    def lines(at: float, *, running: bool) -> int:
+        now[0] = at
+        monitor._apply(Status(None, running, [], 0))
+        monitor._log_missing_resources()
+        return len(caplog.messages)
+
+    assert lines(4.0, running=False) == 0
+    assert lines(6.0, running=False) == 1
+    assert lines(8.0, running=False) == 1
+    assert lines(10.0, running=True) == 1
+    assert lines(12.0, running=False) == 1
+    assert lines(16.0, running=False) == 1
+    assert lines(18.0, running=False) == 2
+
+
 def test_the_limit_that_is_named_is_the_one_in_force(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -468,6 +468,7 @@ def test_a_node_on_which_a_grown_run_cannot_begin_is_left_out(
         ({1: _of("b")}, {"a"}, (2, 3), {"a": 1, "b": 2}),
         # the node is unknown
         ({1: _of(None)}, {"a"}, (1, 2), {"a": 1, "b": 1}),
+        ({1: _of("b"), 2: _of(None)}, {"a"}, (1, 3), {"a": 1, "b": 2}),
     ],
 )
 def test_a_fault_of_the_program_is_not_taken_for_a_nodes(

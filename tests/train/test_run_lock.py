@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.fs
@@ -237,6 +238,36 @@ def test_a_lock_that_is_not_renewed_is_warned_of_once_until_it_is(
         assert "renewed again" in caplog.messages[1]
         time.sleep(0.9)
         assert len(caplog.records) == 2
+
+
+def test_one_failed_write_of_a_long_run_is_not_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now, failed = [time.monotonic()], threading.Event()
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
+    monkeypatch.setattr(run_lock, "time", clock)
+
+    def fails() -> None:
+        failed.set()
+        raise OSError("AWS Error SLOW_DOWN")
+
+    def until_written(lock: RunLock) -> None:
+        """Wait for two further writes: the first may have begun before."""
+        beats = lock._beats
+        deadline = time.monotonic() + 5
+        while lock._beats < beats + 2:
+            assert time.monotonic() < deadline, "no further write"
+            time.sleep(0.02)
+
+    with RunLock(str(tmp_path / "run"), "mine") as lock:
+        write = lock._write
+        now[0] += 3600
+        until_written(lock)
+        monkeypatch.setattr(lock, "_write", fails)
+        assert failed.wait(5)
+        monkeypatch.setattr(lock, "_write", write)
+        until_written(lock)
+        assert not caplog.records
 
 
 def test_an_error_of_the_storages_library_does_not_end_the_beat(
