@@ -18,9 +18,10 @@ from ray_adascale.run.boundary import stage
 from ray_adascale.run.boundary.backend import ReportPolicy
 from ray_adascale.run.boundary.checkpointing import Checkpointing
 from ray_adascale.run.boundary.evaluation import Evaluation
-from ray_adascale.run.boundary.notices import Preemption
+from ray_adascale.run.boundary.notices import Interrupt, Preemption
 from ray_adascale.run.boundary.reporting import Reporting
 from ray_adascale.run.boundary.stage import BoundaryFlags
+from ray_adascale.run.boundary.train_state import INTERRUPTED
 
 NOTHING = BoundaryFlags.NONE
 REPORT, CHECKPOINT, POLL = (
@@ -122,6 +123,31 @@ def test_each_stage_is_due_after_its_own_interval(clock: list[float]) -> None:
     assert flags() == POLL
 
 
+def test_a_preemption_notice_is_processed_once_and_each_new_one_again() -> None:
+    backend = Told()
+    run: Any = FakeRun(backend)
+    preemption = Preemption(backend)
+    for notice, reports in (
+        (None, 0),
+        ("node a", 1),
+        ("node a", 1),
+        ("nodes a and b", 2),
+        (None, 2),
+        ("nodes a and b", 3),
+    ):
+        backend.notice = notice
+        preemption.act(run, POLL)
+        assert run.reports == [True] * reports
+
+
+def test_a_stop_request_does_not_keep_a_stalled_run_from_ending_for_good() -> None:
+    run: Any = FakeRun(Told())
+    interrupt = Interrupt(Told())
+    assert interrupt.act(run, STOP) == INTERRUPTED
+    assert interrupt.act(run, STOP | STALLED) is None
+    assert interrupt.act(run, NOTHING) is None
+
+
 def test_a_worker_without_a_best_evaluation_of_its_own_ends_with_the_others() -> None:
     """Its evaluate returns NaN, and that of rank 0, whose metrics count, does not."""
     stage = evaluating(early_stop=EarlyStop(patience=10, metric="error", mode="min"))
@@ -153,6 +179,17 @@ def test_a_run_has_stalled_once_its_best_evaluation_is_patience_ago(
     again = evaluating(early_stop=EarlyStop(patience=10, metric="error", mode=mode))
     again.load_state_dict(stage.state_dict())
     assert again.stalled == stage.stalled
+
+
+def test_a_resumed_run_asks_at_its_first_step_whether_it_had_just_stalled() -> None:
+    saved = {"evaluated_at": 8.0, "best": 0.5, "best_at": 8.0, "metric_is_nan": False}
+    early = EarlyStop(patience=10, metric="error", mode="min")
+    stage = evaluating({"error": 0.5}, early_stop=early)
+    stage.load_state_dict(saved)
+    assert stage.next_tau() == 8.0
+    without = evaluating({"error": 0.5})
+    without.load_state_dict(saved)
+    assert without.next_tau() == pytest.approx(12.0)
 
 
 @pytest.mark.parametrize(

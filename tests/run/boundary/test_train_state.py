@@ -48,3 +48,36 @@ def test_many_groups_share_a_curve_in_a_checkpoint_and_at_the_start(
         [0.05 * (1 + math.cos(math.pi * t / total)) for t in range(total)], abs=1e-10
     )
     run()  # resumes, so the curves agree
+
+
+def test_an_accepted_base_batch_goes_on_with_the_noise_of_its_own_size(
+    tmp_path: Path,
+) -> None:
+    torch.manual_seed(1)
+    data = TensorDataset(torch.randn(64, 2), torch.randn(64, 1))
+
+    def run(base_batch_size: int) -> Run:
+        model = nn.Linear(2, 1)
+        config = AdaScaleConfig(
+            base_batch_size=base_batch_size,
+            total_steps=40,
+            per_worker_batch_size=4,
+            accumulation=2,
+            accept_changes=True,
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        return Run(model, optimizer, None, data, config, backend=LocalBackend(tmp_path))
+
+    first = run(4)
+    for x, y in first:
+        first.backward(nn.functional.mse_loss(first.model(x), y))
+        if first.step() and first.state.iterations == 3:
+            break
+    first.save_checkpoint()
+    with pytest.warns(UserWarning, match="base_batch_size is 2, was 4"):
+        second = run(2)
+    noise, signal = first.optimizer.statistics_state()["total"]
+    assert noise.sum() > 0
+    found = second.optimizer.statistics_state()["total"]
+    # the noise of a base batch is inversely proportional to its size
+    assert torch.equal(found, torch.stack([2 * noise, signal]))

@@ -43,6 +43,30 @@ def test_the_state_of_a_run_without_adascale_is_refused() -> None:
         adascale.load_state_dict(adascale.wrapped.state_dict())
     own = adascale.state_dict()
     attach(*make(10), settings(10))[0].load_state_dict(own)
+    # torch.distributed.checkpoint keeps the numbers in the groups alone
+    del own["adascale"]
+    attach(*make(10), settings(10))[0].load_state_dict(own)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_passes_are_counted_anew_in_each_step_whether_gradients_are_zeroed_or_not(
+    passes: int,
+) -> None:
+    model, optimizer, scheduler = make(40)
+    config = settings(40, per_worker_batch_size=BATCH)
+    adascale, _ = attach(model, optimizer, scheduler, config)
+    x = dataset(BATCH).tensors
+    for _ in range(3):  # gradients of the steps before stay
+        loss_of(model, x).backward()
+        adascale.step()
+    adascale.zero_grad()
+    for _ in range(passes):
+        loss_of(model, x).backward()
+    if passes == 1:
+        adascale.step()
+        return
+    with pytest.raises(RuntimeError, match="This step has 2 backward passes"):
+        adascale.step()
 
 
 @pytest.mark.parametrize("clips", [False, True])
