@@ -278,7 +278,11 @@ def test_a_search_lists_its_trials(tmp_path: Path) -> None:
         failed=MISTAKE,
     )
     trial(tmp_path / "d")
-    trial(tmp_path / "e", {"effective_steps": 3}, failed=MISTAKE + DIED.format(2))
+    trial(
+        tmp_path / "e",
+        {"effective_steps": 3, "date": "2026-11-28_10-00-30"},
+        failed=MISTAKE + DIED.format(2),
+    )
     trial(
         tmp_path / "f",
         {"effective_steps": 1, "date": "2026-11-28_10-01-03"},
@@ -308,9 +312,11 @@ def test_a_search_lists_its_trials(tmp_path: Path) -> None:
     assert describe(tmp_path) == (text, True)
     (tmp_path / "c" / "result.json").write_text('no JSON\n{"effective_steps": 2}\n')
     (tmp_path / "c" / "params.json").write_text("no JSON")
+    (tmp_path / "f" / "result.json").write_text('no JSON\n{"effective_st')
     text, whole = describe(tmp_path)
     assert not whole
     assert text.splitlines()[3].startswith("  DAMAGED              c: Expecting value")
+    assert text.splitlines()[6].startswith("  DAMAGED              f: Expecting value")
     assert len(text.splitlines()) == 8
 
 

@@ -87,6 +87,21 @@ def test_a_report_has_the_mean_loss_of_the_steps_since_the_last_one() -> None:
     assert collected.report(outcome({"loss": 0.7}))["loss"] == 0.7
 
 
+def test_a_trial_that_goes_on_between_two_reports_has_the_mean_loss_of_all_steps(
+    tmp_path: Path,
+) -> None:
+    collected = Collected("loss", "min")
+    for loss in (1.0, 2.0):
+        collected.add_loss(loss)
+    collected.add_noise(NoiseProbe(effective_steps=20, sigma2=3.0, mu2=1.0))
+    collected.save(tmp_path)
+    resumed = Collected("loss", "min")
+    resumed.load(tmp_path)
+    assert resumed.noise == collected.noise
+    resumed.add_loss(6.0)
+    assert resumed.report(outcome({"loss": 6.0}))["loss"] == 3.0
+
+
 def test_a_loss_that_the_user_measures_is_the_users() -> None:
     collected = Collected("loss", "min")
     assert evaluated(collected, loss=0.25) == {"loss": 0.25}

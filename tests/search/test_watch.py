@@ -57,6 +57,23 @@ def test_trials_that_ran_when_a_search_was_interrupted_have_not_ended(
     assert signal.getsignal(signal.SIGTERM) is before_term
 
 
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_trial_that_ended_in_an_earlier_start_is_counted_and_not_told_again(
+    earlier: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watch = Watch(2, begun=Begun("a", earlier=earlier), verbose=True)
+    trial = SimpleNamespace(
+        trial_id="a",
+        config={"lr": 0.1},
+        status="TERMINATED",
+        last_result={"total_steps": T},
+    )
+    watch.on_experiment_end([trial])
+    assert list(watch.finished) == ["a"]
+    told = "trial 1 of 2: stopped early" in capsys.readouterr().err
+    assert told == (not earlier)
+
+
 def test_a_search_is_restored_with_the_callbacks_of_the_restart() -> None:
     first = Callbacks(Watch(2, begun=NEW, verbose=False, users=[tune.Callback()]))
     stored = pickle.dumps(first)
