@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScale, AdaScaleConfig, LocalBackend, Run
-from ray_adascale.run.boundary.replicas import bits_of, sum_of
+from ray_adascale.run.boundary.replicas import _pieces, bits_of, sum_of
 
 STEPS, FAULT = 8, 3  # the fault is in this step, counted from 1
 
@@ -126,6 +126,14 @@ def test_each_bit_counts_and_no_order_does(dtype: torch.dtype) -> None:
                 1 << bit
             )
             assert sum_of(bits_of(other)) != before, (byte, bit)
+
+
+def test_memory_that_a_parameter_has_left_is_not_compared() -> None:
+    kept, moved = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4))
+    (piece,) = _pieces([kept, moved])
+    assert piece.sum() == sum_of(bits_of(torch.ones(7)))
+    moved.data = torch.zeros(4)
+    assert piece.sum() is None
 
 
 # ---- planted faults ------------------------------------------------------------------
