@@ -399,9 +399,9 @@ class AdaScaleMixin(_Base):
             Whether no step is left.
 
         Raises:
-            ValueError: An epoch of the loader is not one of the dataset, by which T was
-                computed; a checkpoint without τ was loaded; or a step has one gradient
-                sample at S ≠ 1.
+            ValueError: T was computed by the dataset's length, and the loader reads
+                another number of examples in an epoch. Or a checkpoint without τ was
+                loaded. Or a step has one gradient sample at S ≠ 1.
         """
         self._require_own_parts()
         assert self.schedule is not None
@@ -568,7 +568,8 @@ class AdaScaleMixin(_Base):
         """
         if self.accelerator.num_processes * self.args.gradient_accumulation_steps == 1:
             return True  # a mean over the pass is the mean over the step
-        one, other = self._losses_for((items, 2 * items), model, inputs)
+        numbers = (items, 2 * items)
+        one, other = self._losses_for(numbers, model, inputs)
         shows = math.isfinite(one) and one != 0  # not where no token of the pass counts
         own = torch.tensor(
             [int(shows and abs(one - other) > 1e-3 * abs(one)), int(shows)],

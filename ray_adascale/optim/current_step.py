@@ -202,8 +202,9 @@ class CurrentStep:
         return self.step.under_way and self.step.last_plan is None
 
     def set_loop(self, *, of_run: bool) -> None:
-        """Set whose loop makes the passes to come. A ``Run`` begins and ends each pass
-        here. The passes of a user's loop are inferred. Call it at a step boundary.
+        """Set whether a ``Run`` or a loop of the user's makes the passes from now on.
+        A ``Run`` begins and ends each pass here. The passes of a user's loop are
+        inferred. Call it at a step boundary.
         """
         self._of_run = of_run
         self._unchanged.of_run = of_run

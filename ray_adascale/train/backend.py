@@ -283,8 +283,8 @@ class RayTrainBackend(Backend):
         """Remove the checkpoints that ended starts have left incomplete, if the run's
         folder is locked and the run goes on from a whole one.
 
-        A checkpoint that can't be read now stays. One whose files are all there stays,
-        too.
+        Two kinds stay: a checkpoint that can't be read now, and one that has all its
+        files.
 
         Args:
             names: Names of the folders.

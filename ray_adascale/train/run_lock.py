@@ -233,7 +233,8 @@ class RunLock:
         return _parsed(text).get("owner") == self.owner
 
     def _beat(self) -> None:
-        renewed, warned = time.monotonic(), False
+        renewed = time.monotonic()
+        warned = False
         while not self._ended.wait(_BEAT_S):
             # Storage that fails for a while must not end this thread. A bucket's
             # library has errors of its own.
@@ -266,7 +267,8 @@ class RunLock:
                 continue
             if warned:
                 _log.warning("Run %r: its lock is renewed again.", self._name)
-            renewed, warned = time.monotonic(), False
+            renewed = time.monotonic()
+            warned = False
 
 
 def owner_of_lock(folder: str, filesystem: pyarrow.fs.FileSystem) -> str | None:

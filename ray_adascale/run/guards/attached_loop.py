@@ -30,7 +30,7 @@ _OF_A_RUN = (
     "step_timeout_s",
     "store_timeout_s",
 )
-"""Settings by which a Run does what here the loop does."""
+"""Settings that only a Run uses. With attach the user's loop does this work."""
 _LOOK_EVERY = 50
 """Steps from one look at the model's parameters to the next."""
 
