@@ -697,9 +697,18 @@ def list_names(path: str, system: Any = None) -> list[str]:
     Args:
         path: Absolute, or a URI.
         system: The file system, if the path is one within it.
+
+    Raises:
+        NotADirectoryError: It is a file.
     """
     import pyarrow.fs
 
     system, inside = _storage(path, system)
-    found = system.get_file_info(pyarrow.fs.FileSelector(inside, allow_not_found=True))
+    selector = pyarrow.fs.FileSelector(inside, allow_not_found=True)
+    try:
+        found = system.get_file_info(selector)
+    except NotADirectoryError:
+        # pyarrow asks a file system of fsspec first whether there is a folder, and then
+        # whether there is anything. Another process can make the folder in between.
+        found = system.get_file_info(selector)
     return sorted(info.base_name for info in found)

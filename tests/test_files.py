@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 import pyarrow.fs
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from ray_adascale import _files, load_weights
 from ray_adascale._files import (
@@ -109,6 +110,22 @@ def test_a_folder_is_listed_on_any_storage(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
     assert list_names(str(tmp_path)) == list_names(f"file://{tmp_path}") == ["a", "b"]
     assert list_names(str(tmp_path / "none")) == []
+
+
+def test_a_folder_that_appears_while_it_is_listed_is_no_file(tmp_path: Path) -> None:
+    """pyarrow asks fsspec for a folder, and then for anything, before it lists."""
+
+    class Late(LocalFileSystem):  # type: ignore[misc]
+        def isdir(self, path: str) -> bool:
+            there = bool(super().isdir(path))
+            (tmp_path / "late").mkdir(exist_ok=True)  # another process
+            return there
+
+    system = pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(Late()))
+    assert list_names(str(tmp_path / "late"), system) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        list_names(str(tmp_path / "file"), system)
 
 
 def test_a_file_is_moved_over_another_on_any_storage_if_there_is_one(
