@@ -14,7 +14,14 @@ import numpy as np
 from .._errors import workers_in_words
 from .._files import ERROR, TRACE, fetched
 from ..recipe import Recipe
-from ..run.observe.metrics import CLIPPED, COUNTERS, METRICS, NORM_BATCH, SHORT_STEP
+from ..run.observe.metrics import (
+    CLIPPED,
+    COUNTERS,
+    FIXED_MOMENTUM,
+    METRICS,
+    NORM_BATCH,
+    SHORT_STEP,
+)
 from ..run.observe.trace import faults_of, read_trace
 from ..run.observe.verdict import BaseFigures, RunFigures, Verdict, base_of
 
@@ -184,6 +191,7 @@ class RunTrace:
             clipped=self.clipped_share,
             skipped=self.skipped_steps / taken,
             norm_batch=first.get(NORM_BATCH),
+            fixed_momentum=first.get(FIXED_MOMENTUM),
         )
         return Verdict(base=base, run=figures)
 

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
 from .._errors import SettingError
 from .._warn import warn_at_user
 from ..batch import BatchFollower, StepPlan
-from ..chain import largest_part
+from ..chain import largest_part, parts_of
 from ..checkpoint.model import frozen_names
 from ..checkpoint.per_worker import has_state, without_own
 from ..config import AdaScaleConfig, read_settings
@@ -24,6 +25,7 @@ from ..data import is_map_style, make_source
 from ..data.iterables import known_length
 from ..data.order import ExampleOrder
 from ..data.source import BatchSource, MapSource
+from ..optim.rules import AdaScaleRule, ScalingRule
 from ..optim.schedule import BaseSchedule, EffectiveSchedule
 from ..recipe import Recipe
 from ..workload import RunInputs, Workload
@@ -46,7 +48,7 @@ from .build import (
     set_batch,
     wrap,
 )
-from .build_warnings import class_name, warn_of_modes, warn_of_state_dict_hooks
+from .build_warnings import SGD, class_name, warn_of_modes, warn_of_state_dict_hooks
 from .clipping import Clipping
 from .guards.each_step import EqualLosses, OnlyRunsBackward, ScheduledRates, TrainMode
 from .guards.first_steps import (
@@ -58,7 +60,7 @@ from .guards.first_steps import (
 from .guards.guard import Guard, Guards
 from .observe.advice import NoiseWarning
 from .observe.eta import EtaTracker, forecast_run
-from .observe.metrics import BASE, METRICS, NORM_BATCH
+from .observe.metrics import BASE, FIXED_MOMENTUM, METRICS, NORM_BATCH
 from .observe.step import Listener
 from .observe.trace import Trace
 from .observe.verdict import BaseFigures
@@ -258,6 +260,9 @@ def _loop_of(given: Given, data: RunData, training: Training) -> RunParts:
             trace.first |= {
                 BASE: asdict(given.base),
                 NORM_BATCH: norm_batch(training.module, plan),
+                FIXED_MOMENTUM: fixed_momentum(
+                    inputs.optimizer, wrapped.optimizer.rule
+                ),
             }
     replicas = Replicas(
         training.module,
@@ -322,6 +327,25 @@ def norm_batch(module: nn.Module, plan: StepPlan) -> int | None:
     """
     has_norm = any(isinstance(part, BATCH_NORM) for part in module.modules())
     return plan.largest_pass if has_norm else None
+
+
+def fixed_momentum(optimizer: Optimizer, rule: ScalingRule) -> float | None:
+    """Return the largest momentum of SGD under AdaScale's rule for SGD, which leaves it
+    as it is; None without momentum, or with another rule.
+
+    Args:
+        optimizer: The user's own optimizer, or a chain.
+        rule: The rule.
+    """
+    if not isinstance(rule, AdaScaleRule):
+        return None
+    momenta = [
+        float(group.get("momentum", 0.0))  # other packages have classes of this name
+        for part, _ in parts_of(optimizer)
+        if class_name(part) in SGD
+        for group in part.param_groups
+    ]
+    return max(momenta, default=0.0) or None
 
 
 def _guards_of(

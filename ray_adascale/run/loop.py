@@ -28,7 +28,7 @@ from ..optim.step_sums import StepResult, constant
 from ..recipe import Recipe
 from ..workload import RunInputs, Workload, with_unit
 from .after_step import AfterStep
-from .assemble import assemble, norm_batch
+from .assemble import assemble, fixed_momentum, norm_batch
 from .boundary.backend import Backend, LocalBackend
 from .boundary.checkpointing import warns_if_alone
 from .boundary.stage import BoundaryFlags, Stages, StepReport
@@ -424,6 +424,9 @@ class Run:
             clipped=state.clipped / steps,
             skipped=(state.iterations - self.optimizer.steps) / steps,
             norm_batch=norm_batch(self.module, self.plan),
+            fixed_momentum=fixed_momentum(
+                self.parts.given.inputs.optimizer, self.optimizer.rule
+            ),
         )
         return Verdict(base=base, run=figures)
 

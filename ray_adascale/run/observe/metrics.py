@@ -65,6 +65,10 @@ trace.
 """
 
 
+FIXED_MOMENTUM = "fixed_momentum"
+"""The key of SGD's momentum in the first row of a trace, if the rule leaves it."""
+
+
 EVERY = "every"
 """The key of k in the rows of a trace that has a row for every k-th step."""
 
@@ -79,6 +83,7 @@ COUNTERS = (
     "untrained",
     BASE,
     NORM_BATCH,
+    FIXED_MOMENTUM,
     "total_steps",
     "steps_left",
     EVERY,

@@ -30,6 +30,7 @@ from .metrics import (
     BASE,
     CLIPPED,
     EVERY,
+    FIXED_MOMENTUM,
     METRICS,
     NORM_BATCH,
     OWN_KEYS,
@@ -59,6 +60,8 @@ COLUMNS = {
     "total_steps": "T, in the first row alone",
     BASE: "the recipe's base runs, for the verdict, in the first row alone",
     NORM_BATCH: "examples of a micro-batch of a model with batch norm, with a recipe, "
+    "in the first row alone",
+    FIXED_MOMENTUM: "SGD's momentum where the rule leaves it as it is, with a recipe, "
     "in the first row alone",
     CLIPPED: "true if the gradient was clipped at a multiple of the expected norm; "
     "else missing",

@@ -25,6 +25,10 @@ stability.
 """
 _EFFICIENT = 0.5
 """Efficiency below which the batch is above the noise scale."""
+_LONG_MEMORY = 0.02
+"""Share of the run over which a fixed momentum averages, beyond the base run's share,
+from which runs fell behind: benchmarks/studies/pages/momentum.md.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +107,8 @@ class RunFigures:
             finite.
         norm_batch: Examples of a micro-batch, if the model has batch norm; None if it
             has none.
+        fixed_momentum: SGD's momentum, if the rule leaves it as it is; None if there is
+            none.
     """
 
     value: float | None
@@ -113,6 +119,7 @@ class RunFigures:
     clipped: float
     skipped: float
     norm_batch: int | None
+    fixed_momentum: float | None
 
 
 def _edges_of(recipe: Recipe) -> dict[str, str]:
@@ -286,6 +293,7 @@ class Verdict:
         yield from self._micro_batch()
         yield self._stability()
         yield self._efficiency()
+        yield from self._momentum()
         for text, edge in self.base.at_edge.items():
             beyond = "above" if edge == "largest" else "below"
             yield FirstCheck(
@@ -336,6 +344,21 @@ class Verdict:
         return FirstCheck(
             finding=f"E{figure[1:]}: less than half of each example counted. Use a "
             "smaller S."
+        )
+
+    def _momentum(self) -> Iterator[FirstCheck]:
+        momentum = self.run.fixed_momentum
+        steps = self.run.steps
+        if momentum is None or momentum >= 1 or steps >= self.base.total_steps:
+            return
+        memory = 1 / (1 - momentum)
+        figure = f"momentum {momentum:g} averages over {memory:.3g} of {steps:,} steps"
+        if memory / steps - memory / self.base.total_steps < _LONG_MEMORY:
+            yield FirstCheck(figure=figure)
+            return
+        yield FirstCheck(
+            finding=f"M{figure[1:]}, in the base run of {self.base.total_steps:,}: use "
+            "rule='adascale_memory', which shortens the average as the gain grows."
         )
 
 

@@ -68,7 +68,13 @@ def test_each_column_of_a_run_is_explained(
     assert {"skipped", "clipped", "own", "loss"} <= keys
     assert keys - {"own"} <= set(COLUMNS)
     # of a run with a recipe, and of the adapters
-    assert set(COLUMNS) - keys <= {"steps_left", "short_step", "base", "norm_batch"}
+    assert set(COLUMNS) - keys <= {
+        "steps_left",
+        "short_step",
+        "base",
+        "norm_batch",
+        "fixed_momentum",
+    }
 
 
 def test_rows_come_back_as_they_went_in(tmp_path: Path) -> None:

@@ -16,10 +16,22 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from ray_adascale import AdaScaleConfig, LocalBackend, Recipe, Run, Workload
+from ray_adascale import (
+    AdaScaleConfig,
+    AdaScaleMemoryRule,
+    AdaScaleRule,
+    LinearRule,
+    LocalBackend,
+    OptimizerChain,
+    Recipe,
+    Run,
+    Workload,
+)
 from ray_adascale.analysis.describe import describe
 from ray_adascale.analysis.runs import load_run
+from ray_adascale.optim.rules import ScalingRule
 from ray_adascale.recipe import Repeat
+from ray_adascale.run.assemble import fixed_momentum
 from ray_adascale.run.base.base_run import record_recipe
 from ray_adascale.run.observe.verdict import (
     BaseFigures,
@@ -50,6 +62,7 @@ RUN = RunFigures(
     clipped=0.01,
     skipped=0.0,
     norm_batch=None,
+    fixed_momentum=None,
 )
 THEIRS = "the base run's 0.8 ± 0.02 (3 seeds)"
 
@@ -231,6 +244,30 @@ STEPS = "1 % of the steps clipped, 0 % skipped"
             f"{FIGURES}; {STEPS}",
         ),
         (
+            {"fixed_momentum": 0.9, "steps": 150},
+            {},
+            [
+                "Momentum 0.9 averages over 10 of 150 steps, in the base run of 1,200: "
+                "use rule='adascale_memory', which shortens the average as the gain "
+                "grows."
+            ],
+            f"{FIGURES}; {STEPS}; efficiency 75 %",
+        ),
+        # the base run's share is nearly as large
+        (
+            {"fixed_momentum": 0.9, "steps": 900},
+            {},
+            [],
+            f"{FIGURES}; {STEPS}; efficiency 75 %; momentum 0.9 averages over 10 of "
+            "900 steps",
+        ),
+        (
+            {"fixed_momentum": 0.9, "steps": 1200},
+            {},
+            [],
+            f"{FIGURES}; {STEPS}; efficiency 75 %",
+        ),
+        (
             {"examples": None},
             {"at_edge": {"lr=0.1": "largest", "decay=0.01": "smallest"}},
             [
@@ -405,7 +442,7 @@ def test_counts_of_a_verdict_survive_a_resume(tmp_path: Path) -> None:
     def workload(config: dict[str, Any]) -> Workload:
         made = texts(config)
         model = nn.Sequential(*made.model[:1], nn.BatchNorm1d(32), *made.model[1:])
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.8)
         return replace(made, model=model, optimizer=optimizer, scheduler=None)
 
     found = found_for(workload, seeds=1, total_steps=60)
@@ -434,9 +471,31 @@ def test_counts_of_a_verdict_survive_a_resume(tmp_path: Path) -> None:
     assert 20 < clipped < len(rows)
     assert made.run.clipped == clipped / len(rows)
     assert made.run.norm_batch == 4
+    assert made.run.fixed_momentum == 0.8
     efficiency = sum(row["gain"] for row in rows) / (2.0 * len(rows))
     assert made.run.efficiency == pytest.approx(efficiency)
-    assert str(load_run(tmp_path / "run").verdict()) == str(made)
+    of_trace = load_run(tmp_path / "run").verdict()
+    assert of_trace is not None
+    assert str(of_trace) == str(made)
+    assert of_trace.run.fixed_momentum == 0.8
+
+
+@pytest.mark.parametrize(
+    ("rule", "momentum"),
+    [(AdaScaleRule(), 0.9), (AdaScaleMemoryRule(), None), (LinearRule(), None)],
+)
+def test_the_momentum_that_a_rule_leaves(
+    rule: ScalingRule, momentum: float | None
+) -> None:
+    weights = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    groups = [{"params": weights[:1]}, {"params": weights[1:2], "momentum": 0.9}]
+    sgd = torch.optim.SGD(groups, lr=0.1)
+    assert fixed_momentum(sgd, rule) == momentum
+    adam = torch.optim.Adam(weights[2:])
+    assert fixed_momentum(adam, rule) is None
+    assert fixed_momentum(OptimizerChain([adam, sgd]), rule) == momentum
+    plain = torch.optim.SGD(weights, lr=0.1)
+    assert fixed_momentum(plain, rule) is None
 
 
 def test_a_run_without_a_recipe_has_no_verdict(tmp_path: Path) -> None:
