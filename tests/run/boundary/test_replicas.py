@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScale, AdaScaleConfig, LocalBackend, Run
-from ray_adascale.run.boundary.replicas import _pieces, bits_of, sum_of
+from ray_adascale.run.boundary.replicas import Replicas, _pieces, bits_of, sum_of
 
 STEPS, FAULT = 8, 3  # the fault is in this step, counted from 1
 
@@ -134,6 +135,35 @@ def test_memory_that_a_parameter_has_left_is_not_compared() -> None:
     assert piece.sum() == sum_of(bits_of(torch.ones(7)))
     moved.data = torch.zeros(4)
     assert piece.sum() is None
+
+
+def test_the_clock_that_is_compared_is_that_of_two_steps_before() -> None:
+    """Where the host reads a step at once as well as where it reads it one step late,
+    so that workers of which one reads at once compare the same step.
+    """
+    net = network()
+    optimizer = AdaScale(torch.optim.SGD(net.parameters(), lr=0.1))
+    compared: dict[int, list[float]] = {}
+    for late in (0, 1):
+        guard = Replicas(
+            net,
+            optimizer,
+            {},
+            SimpleNamespace(compared=0),  # type: ignore[arg-type]
+            copies=True,
+            rank=0,
+            workers=2,
+            device=torch.device("cpu"),
+        )
+        compared[late] = []
+        for number in range(1, 7):
+            tau = guard.numbers(torch.zeros(()), number)["tau"]
+            compared[late].append(tau.item())
+            if (read := number - late) > 0:
+                result = SimpleNamespace(effective_steps=10.0 * read, shared={})
+                guard.read(SimpleNamespace(number=read, result=result))  # type: ignore[arg-type]
+        assert len(guard._taus) == 2, "the clocks of older steps are forgotten"
+    assert compared[0] == compared[1] == [0, 0, 10, 20, 30, 40]
 
 
 # ---- planted faults ------------------------------------------------------------------
