@@ -255,9 +255,6 @@ class TrainState:
         for name, p in self.module.named_parameters():
             if (key := unwrapped_name(name)) in changed:
                 p.requires_grad_(key in before)
-        if changed:
-            # watches the gradients of what is trainable now
-            self.optimizer.set_plan(self.optimizer.plan)
         edited = before ^ self.frozen
         if self.rank == 0 and changed - edited:
             _log.info(
