@@ -169,7 +169,7 @@ def test_a_busy_machine_is_no_hang(
                 hyperparameters={"flag": None, "pause_s": 0.02},
                 config=AdaScaleConfig(
                     base_batch_size=2,
-                    total_steps=2000,
+                    total_steps=600,
                     per_worker_batch_size=1,
                     step_timeout_s=10.0,
                 ),
@@ -187,7 +187,7 @@ def test_a_busy_machine_is_no_hang(
             loop.kill()
     assert len(loops) == 20
     assert result.metrics is not None
-    assert result.metrics["effective_steps"] >= 2000
+    assert result.metrics["effective_steps"] >= 600
     assert not [
         record.message for record in caplog.records if "made no step" in record.message
     ]
