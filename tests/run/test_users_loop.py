@@ -1783,8 +1783,37 @@ def test_on_another_number_of_workers_a_workers_own_state_begins_anew_and_that_i
     ((told,),) = pool(1).run(_told_of_other_number, str(tmp_path))
     assert (
         "of 2 workers has no extra_state 'count', 'legacy', 'numpy', 'torch' for 1 "
-        "workers: it begins as built" in told
+        "worker: it begins as built" in told
     )
+
+
+def _stream_of_start(folder: str | None) -> list[int]:
+    """Return torch's random stream after a run is built, and resumed if there is a
+    folder.
+    """
+    model = nn.Linear(6, 2)
+    torch.manual_seed(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of extra_state
+        Run(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            None,
+            data(),
+            AdaScaleConfig(base_batch_size=BATCH, total_steps=STEPS),
+            backend=None if folder is None else LocalBackend(folder),
+        )
+    return list(torch.get_rng_state().tolist())
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_random_streams_are_loaded_on_as_many_workers_alone(
+    pool: Any, tmp_path: Path, workers: int
+) -> None:
+    pool(2).run(_own_generators, str(tmp_path), 5)
+    as_built = pool(workers).run(_stream_of_start, None)
+    resumed = pool(workers).run(_stream_of_start, str(tmp_path))
+    assert (resumed == as_built) == (workers != 2)
 
 
 @pytest.mark.parametrize("what", [torch.Generator(), np.random.default_rng(), object()])

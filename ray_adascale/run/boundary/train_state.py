@@ -301,12 +301,14 @@ class TrainState:
             self.extra[name].load_state_dict(put_together(state, tensors))
         missing = sorted(self.extra.keys() - loaded)
         if missing and self.rank == 0:
-            of = "" if workers == self.world_size else f" of {workers} workers"
+            of = ""
+            run = "this run"
+            if workers != self.world_size:
+                of = f" of {_workers(workers)}"
+                run = _workers(self.world_size)
             warn_at_user(
                 f"The checkpoint {whole.folder.name}{of} has no extra_state "
-                f"{', '.join(map(repr, missing))} for "
-                f"{'this run' if not of else f'{self.world_size} workers'}: it begins "
-                "as built."
+                f"{', '.join(map(repr, missing))} for {run}: it begins as built."
             )
 
     def _check_accepted(
@@ -362,6 +364,11 @@ def _warn_of_versions(before: Mapping[str, str]) -> None:
         )
 
 
+def _workers(number: int) -> str:
+    """Return a number of workers in words."""
+    return f"{number} worker{'' if number == 1 else 's'}"
+
+
 def load_rng(saved: checkpoint.Saved, rank: int, device: torch.device) -> None:
     """Load the state of a worker's random number generators."""
     prefix = f"rng/{rank}/"
@@ -390,7 +397,7 @@ def log_start(
         before: The batch in the checkpoint; None if the run begins.
         checkpoint_every_s: Seconds between checkpoints.
     """
-    workers = f"{plan.workers} worker{'' if plan.workers == 1 else 's'}"
+    workers = _workers(plan.workers)
     total = train_state.base_schedule.total_steps
     if folder is None:
         _log.info(
