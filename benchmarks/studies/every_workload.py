@@ -18,7 +18,7 @@ import statistics
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,10 @@ RULES: dict[str, Any] = {
 }
 """Rules of the methods beside AdaScale, which have as many optimizer steps."""
 OTHERS = tuple(RULES)
+HOT_BASE = "base run"
+"""Method of the base runs with the mean LR that LR × S has in effective time: the LR
+times S·n/T, for n optimizer steps.
+"""
 KEPT = "benchmarks/studies/kept/every_workload.jsonl"
 DATA = Path("runs/forecast")
 """Folder of the base runs of ``forecast.py``."""
@@ -85,7 +89,7 @@ class Row:
         total_steps: T; NaN: unknown.
         error: Standard error of the mean at S = 1.
         own: AdaScale's outcome.
-        others: Those of :data:`OTHERS` that were measured.
+        others: Those of :data:`OTHERS` that were measured, and of :data:`HOT_BASE`.
     """
 
     study: str
@@ -101,6 +105,12 @@ class Row:
     def worse(self) -> bool:
         """Whether AdaScale failed, or is worse by more than the error."""
         return not self.own.by >= -self.error
+
+    @property
+    def behind_linear(self) -> bool:
+        """Whether LR × S ended better than AdaScale."""
+        linear = self.others.get("LR × S")
+        return linear is not None and linear.by > self.own.by
 
 
 def outcome(
@@ -173,19 +183,26 @@ def rows_of(
 
 @dataclass(frozen=True)
 class Job:
-    """A run of a workload of ``forecast.py`` with one of :data:`RULES` at S = 16.
+    """A run of a workload of ``forecast.py`` with one of :data:`RULES` at S = 16, or a
+    base run with a larger LR.
 
     Attributes:
         case: Name of the workload.
-        method: Name of the rule.
+        method: Name of the rule, or :data:`HOT_BASE`.
         seed: Its seed.
-        steps: Optimizer steps: those of AdaScale's run with this seed.
+        steps: Optimizer steps n of AdaScale's run with this seed; those of the run too,
+            except for :data:`HOT_BASE`.
     """
 
     case: str
     method: str
     seed: int
     steps: int
+
+    @property
+    def hotter(self) -> float:
+        """S·n/T."""
+        return SCALE * self.steps / forecast_cases()[self.case].total_steps
 
 
 @dataclass(frozen=True)
@@ -202,6 +219,8 @@ def forecast_cases() -> dict[str, Case]:
 
 def train(job: Job) -> Ended:
     """Run a job. Divergence is a result, not an error."""
+    if job.method == HOT_BASE:
+        return train_hot_base(job)
     rule = RULES[job.method](steps=job.steps)
     of = forecast.Job(job.case, SCALE, job.seed)
     try:
@@ -212,14 +231,45 @@ def train(job: Job) -> Ended:
     return Ended(run.score if math.isfinite(run.score) else None)
 
 
+def train_hot_base(job: Job) -> Ended:
+    """Run a base run with the LR of a job."""
+    case = forecast_cases()[job.case]
+    lr = job.hotter * case.hyperparameters["lr"]
+    hot = replace(case, hyperparameters={**case.hyperparameters, "lr": lr})
+    try:
+        score = forecast.base_run(hot, job.seed).score
+    except FloatingPointError:
+        return Ended(None)
+    return Ended(score if math.isfinite(score) else None)
+
+
 def jobs(seed: int) -> list[Job]:
-    """Return the jobs of one seed."""
+    """Return the jobs of one seed with the rules."""
     paced = forecast.read_runs(ROOT / forecast.KEPT, forecast.Job, forecast.Scaled)
     return [
         Job(name, method, seed, paced[forecast.Job(name, SCALE, seed)].steps)
         for name in forecast_cases()
         for method in RULES
     ]
+
+
+def hot_jobs() -> list[Job]:
+    """Return the base runs with a larger LR: of the workloads on which LR × S ended
+    better than AdaScale, with the seeds of LR × S.
+    """
+    ahead = {row.workload for row in forecast_rows() if row.behind_linear}
+    return [
+        replace(job, method=HOT_BASE)
+        for job in read_runs(ROOT / KEPT, Job, Ended)
+        if job.case in ahead and job.method == "LR × S"
+    ]
+
+
+def rounds(results: dict[Job, Ended]) -> Iterator[tuple[str, list[Job]]]:
+    """Yield the jobs of each seed, then those that depend on them."""
+    for seed in SEEDS:
+        yield f"seed {seed}", jobs(seed)
+        yield f"seed {seed}, base runs with a larger LR", hot_jobs()
 
 
 def forecast_rows() -> Iterator[Row]:
@@ -246,7 +296,7 @@ def forecast_rows() -> Iterator[Row]:
 
         found = {
             method: [job for job in others if (job.case, job.method) == (name, method)]
-            for method in RULES
+            for method in (*RULES, HOT_BASE)
         }
         scaled = [
             run for job, run in runs.items() if (job.case, job.scale) == (name, SCALE)
@@ -268,6 +318,51 @@ def forecast_rows() -> Iterator[Row]:
                 if of_method
             },
         )
+
+
+def with_hot_base(rows: list[Row]) -> list[Row]:
+    """Return the workloads on which LR × S ended better than AdaScale, and which have
+    base runs with a larger LR.
+    """
+    return [row for row in rows if row.behind_linear and HOT_BASE in row.others]
+
+
+def ahead_of_linear(rows: list[Row]) -> str:
+    """Return in words on how many of these the base run with a larger LR ended better
+    than LR × S.
+    """
+    compared = with_hot_base(rows)
+    ahead = sum(row.others[HOT_BASE].by > row.others["LR × S"].by for row in compared)
+    return f"{ahead} of {len(compared)}"
+
+
+def hot_base_section(rows: list[Row]) -> list[str]:
+    """Return the section on the workloads on which LR × S ended better."""
+    lines = []
+    for row in with_hot_base(rows):
+        hot = row.others[HOT_BASE]
+        hotter = SCALE * hot.steps / row.total_steps
+        linear = row.others["LR × S"]
+        lines.append(
+            [
+                row.workload,
+                f"{hotter:.2f}",
+                hot.cell(row.error),
+                linear.cell(row.error),
+                row.own.cell(row.error),
+            ]
+        )
+    head = ["workload", "S·n/T", "base run at that LR", "LR × S", "AdaScale"]
+    return [
+        "## Where LR × S ends better than AdaScale",
+        "The LRs of all n steps of LR × S add up to S·n/T times those of the base run "
+        "and of AdaScale. Where the base run's LR lies below the best one, that is an "
+        "advantage of a larger LR, and not of the rule. The workloads of "
+        "[forecast](forecast.md) have LRs that were not searched. So here is the base "
+        "run with S·n/T times its LR; by how much each ended better than the base run. "
+        f"On {ahead_of_linear(rows)} that base run ended better than LR × S.",
+        markdown(head, lines),
+    ]
 
 
 def seeds_beside() -> str:
@@ -382,6 +477,7 @@ def write() -> None:
             "parameters of [one GPU](gpu-transfer.md), one seed, are not among them.",
             counts(rows),
             table(rows),
+            *hot_base_section(rows),
         ],
     )
     print(counts(rows))
@@ -399,7 +495,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             Job,
             Ended,
             train,
-            lambda _: [(f"seed {seed}", jobs(seed)) for seed in SEEDS],
+            rounds,
             lambda job, ended: f"{job}: {ended.score}",
         )
     write()

@@ -300,8 +300,16 @@ def test_the_counts_over_every_workload_are_those_of_the_kept_runs() -> None:
     every = load("every_workload")
     rows = every.every_row()
     assert every.counts(rows) in every.PAGE.read_text()
+    results = (ROOT / "docs/results.md").read_text()
+    of_others = re.findall(
+        r"steps: (\d+ of \d+), where AdaScale is worse on (\d+) of", every.counts(rows)
+    )
+    assert len(of_others) == len(every.OTHERS)
+    for lost, own in of_others:
+        assert f"worse on {lost} | AdaScale on {own} of these |" in results
+    assert f"better than LR × S on {every.ahead_of_linear(rows)} " in results
     said = f"worse on {sum(row.worse for row in rows)} of {len(rows)}"
-    assert said in (ROOT / "docs/results.md").read_text()
+    assert said in results
     said = said.removeprefix("worse ")
     assert f"worse than the base run {said}" in (ROOT / "README.md").read_text()
 
