@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,7 +81,11 @@ def test_the_runs_beside_adascale_have_its_seeds_and_steps(
     assert kept
     for job in kept:
         assert job.steps == paced[forecast.Job(job.case, 16, job.seed)].steps
-    assert set(kept) <= {job for seed in (10, 11) for job in every_workload.jobs(seed)}
+    hot = {job for job in kept if job.method == every_workload.HOT_BASE}
+    of_rules = {job for seed in (10, 11) for job in every_workload.jobs(seed)}
+    assert set(kept) - hot == of_rules
+    assert hot >= set(every_workload.hot_jobs())
+    assert {job.case for job in every_workload.hot_jobs()}
 
     given = []
 
@@ -100,6 +106,25 @@ def test_the_runs_beside_adascale_have_its_seeds_and_steps(
         ("SquareRootRule", first.steps, at),
         ("UnscaledRule", first.steps, at),
     ]
+
+
+def test_a_base_run_has_the_sum_of_the_lrs_of_a_run_with_lr_times_scale(
+    every_workload: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = []
+
+    def run(case: Any, seed: int) -> Any:
+        given.append((case.hyperparameters, case.total_steps, seed))
+        if len(given) == 2:
+            raise FloatingPointError
+        return SimpleNamespace(score=math.inf if len(given) == 3 else 0.7)
+
+    monkeypatch.setattr(every_workload.forecast, "base_run", run)
+    job = every_workload.Job("images, m 0.9", every_workload.HOT_BASE, 10, 250)
+    ended = [every_workload.train(job).score for _ in range(3)]
+    assert ended == [0.7, None, None]
+    lr = pytest.approx(16 * 250 * 0.02 / 2000)
+    assert given[0] == ({"net": "dense", "lr": lr, "momentum": 0.9}, 2000, 10)
 
 
 def test_a_workload_of_which_a_run_failed_says_so(
