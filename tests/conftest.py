@@ -34,6 +34,9 @@ os.environ.update(
     RAY_TRAIN_METRICS_ENABLED="0",
     RAY_AUTH_MODE="disabled",
     RAY_USAGE_STATS_ENABLED="0",
+    # Ray's workers have a niceness of 15. Beside another lane one then took minutes to
+    # start.
+    RAY_worker_niceness="0",
 )
 
 import pytest
