@@ -330,8 +330,8 @@ def norm_batch(module: nn.Module, plan: StepPlan) -> int | None:
 
 
 def fixed_momentum(optimizer: Optimizer, rule: ScalingRule) -> float | None:
-    """Return the largest momentum of SGD under AdaScale's rule for SGD, which leaves it
-    as it is; None without momentum, or with another rule.
+    """Return the largest momentum of SGD under AdaScale's rule for SGD, which does not
+    change it; None without momentum, or with another rule.
 
     Args:
         optimizer: The user's own optimizer, or a chain.

@@ -66,7 +66,9 @@ trace.
 
 
 FIXED_MOMENTUM = "fixed_momentum"
-"""The key of SGD's momentum in the first row of a trace, if the rule leaves it."""
+"""The key of SGD's momentum in the first row of a trace, if the rule does not change
+it.
+"""
 
 
 EVERY = "every"

@@ -61,8 +61,8 @@ COLUMNS = {
     BASE: "the recipe's base runs, for the verdict, in the first row alone",
     NORM_BATCH: "examples of a micro-batch of a model with batch norm, with a recipe, "
     "in the first row alone",
-    FIXED_MOMENTUM: "SGD's momentum where the rule leaves it as it is, with a recipe, "
-    "in the first row alone",
+    FIXED_MOMENTUM: "momentum of SGD, if the rule does not change it; with a recipe, in "
+    "the first row alone",
     CLIPPED: "true if the gradient was clipped at a multiple of the expected norm; "
     "else missing",
     SKIPPED: "true if the gradient was not finite, so that weights and τ stayed; else "

@@ -107,8 +107,8 @@ class RunFigures:
             finite.
         norm_batch: Examples of a micro-batch, if the model has batch norm; None if it
             has none.
-        fixed_momentum: SGD's momentum, if the rule leaves it as it is; None if there is
-            none.
+        fixed_momentum: The momentum of SGD, if the rule does not change it; None if
+            there is none.
     """
 
     value: float | None
@@ -349,16 +349,18 @@ class Verdict:
     def _momentum(self) -> Iterator[FirstCheck]:
         momentum = self.run.fixed_momentum
         steps = self.run.steps
-        if momentum is None or momentum >= 1 or steps >= self.base.total_steps:
+        base_steps = self.base.total_steps
+        if momentum is None or momentum >= 1 or not 0 < steps < base_steps:
             return
         memory = 1 / (1 - momentum)
         figure = f"momentum {momentum:g} averages over {memory:.3g} of {steps:,} steps"
-        if memory / steps - memory / self.base.total_steps < _LONG_MEMORY:
+        if memory / steps - memory / base_steps < _LONG_MEMORY:
             yield FirstCheck(figure=figure)
             return
         yield FirstCheck(
-            finding=f"M{figure[1:]}, in the base run of {self.base.total_steps:,}: use "
-            "rule='adascale_memory', which shortens the average as the gain grows."
+            finding=f"M{figure[1:]}, and over {memory:.3g} of {base_steps:,} in the "
+            "base run: use rule='adascale_memory', which shortens the average as the "
+            "gain grows."
         )
 
 

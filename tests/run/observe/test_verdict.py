@@ -247,10 +247,17 @@ STEPS = "1 % of the steps clipped, 0 % skipped"
             {"fixed_momentum": 0.9, "steps": 150},
             {},
             [
-                "Momentum 0.9 averages over 10 of 150 steps, in the base run of 1,200: "
-                "use rule='adascale_memory', which shortens the average as the gain "
-                "grows."
+                "Momentum 0.9 averages over 10 of 150 steps, and over 10 of 1,200 in "
+                "the base run: use rule='adascale_memory', which shortens the average "
+                "as the gain grows."
             ],
+            f"{FIGURES}; {STEPS}; efficiency 75 %",
+        ),
+        # each step was skipped
+        (
+            {"fixed_momentum": 0.9, "steps": 0},
+            {},
+            [],
             f"{FIGURES}; {STEPS}; efficiency 75 %",
         ),
         # the base run's share is nearly as large
