@@ -240,7 +240,10 @@ def _plain(
 
 
 def _settings(
-    task: Task, passes: int, sharding: Literal["auto", "none"] = "auto"
+    task: Task,
+    passes: int,
+    sharding: Literal["auto", "none"] = "auto",
+    rule: str = "auto",
 ) -> Any:
     from ray_adascale import AdaScaleConfig
 
@@ -255,18 +258,23 @@ def _settings(
         measure_every=measure_every(task.total_steps, passes * workers),
         scheduler_unit="step",
         sharding=sharding,
+        rule=rule,
         num_loader_workers=task.loader_workers,
     )
 
 
 def run(
-    task: Task, passes: int, meter: Meter, sharding: Literal["auto", "none"] = "auto"
+    task: Task,
+    passes: int,
+    meter: Meter,
+    sharding: Literal["auto", "none"] = "auto",
+    rule: str = "auto",
 ) -> None:
     """Loop over a ``Run``: S is passes × workers."""
     from ray_adascale import Run
 
     pieces = make(task)
-    config = _settings(task, passes, sharding)
+    config = _settings(task, passes, sharding, rule)
     made = Run(pieces.model, pieces.optimizer, pieces.scheduler, pieces.dataset, config)
     for x, y in made:
         made.backward(F.cross_entropy(made.model(x), y))
@@ -361,11 +369,12 @@ LOOPS: Mapping[str, Loop] = {
     "plain": plain,
     "run": run,
     "run_unsharded": functools.partial(run, sharding="none"),
+    "run_fixed": functools.partial(run, rule="adascale"),
     "attach": attached,
     "accelerate": accelerate,
     "lightning": lightning,
 }
-ON_SEVERAL = ("bare", "plain", "run", "run_unsharded")
+ON_SEVERAL = ("bare", "plain", "run", "run_unsharded", "run_fixed")
 """Kinds that run on several workers here."""
 
 
@@ -488,7 +497,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--kinds",
         nargs="+",
         choices=list(LOOPS),
-        help="the first is the baseline; default: all but bare",
+        help="the first is the baseline; default: all but bare and run_fixed, whose "
+        "momentum is fixed",
     )
     parser.add_argument(
         "--passes",
@@ -531,6 +541,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         k
         for k in LOOPS
         if k != "bare"
+        and k != "run_fixed"
         and (k in ON_SEVERAL if arguments.workers > 1 else k != "run_unsharded")
     ]
     if arguments.workers > 1 and not set(kinds) <= set(ON_SEVERAL):

@@ -133,9 +133,9 @@ class AdaScaleConfig:
             batch raises an error. ``AdaScaleTrainer`` sets it for
             ``num_workers=(min, max)``.
         rule: How the LR follows the scale. "auto": "adascale_memory" for Adam, AdamW,
-            Adamax and Lion, else "adascale". "adascale": the LR times the gain r.
-            "adascale_memory": its LR times √r for Adam and its kind, and betas and
-            momentum on the effective clock. For comparisons "linear", "sqrt",
+            Adamax, Lion, and SGD with a momentum above 1/2, else "adascale".
+            "adascale": the LR times the gain r. "adascale_memory": its LR times √r for
+            Adam and its kind, and betas and momentum on the effective clock. For comparisons "linear", "sqrt",
             "unscaled" ("linear:354", "sqrt:354" and "unscaled:354" take 354 steps) and
             "adamscale" (AdaptDL's for Adam). Or a rule such as
             ``LEGWRule(5, 50_000)``, or a callable (RuleInput) -> (LR factor, clock

@@ -308,9 +308,9 @@ class Recipe:
     @property
     def momentum_is_beta(self) -> bool:
         """Whether :attr:`momentum` is β1, which a rule for betas changes.
-        ``search["momentum_is_beta"]``, true if missing.
+        ``search["momentum_is_beta"]``; if missing, whether the optimizer is not SGD.
         """
-        return self.search.get("momentum_is_beta") is not False
+        return bool(self.search.get("momentum_is_beta", self.optimizer_class != "SGD"))
 
     @property
     def optimizer_class(self) -> str:

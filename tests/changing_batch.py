@@ -57,6 +57,8 @@ def make_run(
     data = settings.pop("data", None) or Numbered()
     backend = settings.pop("backend", None) or WaitingBackend(folder, device="cpu")
     defaults: dict[str, Any] = {
+        # m^√r would need the gain of a fused step on the host
+        "rule": "adascale" if fused else "auto",
         "base_batch_size": 4,
         "total_steps": 200,
         "scheduler_unit": "step",

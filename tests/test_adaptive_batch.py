@@ -206,7 +206,9 @@ def test_where_the_scale_is_decided_does_not_depend_on_when_the_host_reads() -> 
     runs are compared up to that.
     """
     plain, fused = (
-        drive(make_run(network().double(), data=Doubles(), fused=fused))
+        drive(
+            make_run(network().double(), data=Doubles(), fused=fused, rule="adascale")
+        )
         for fused in (None, True)
     )
     assert [step[:3] for step in plain] == [step[:3] for step in fused]

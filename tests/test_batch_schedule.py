@@ -177,7 +177,7 @@ def test_a_run_may_resume_with_a_schedule_and_without_one(tmp_path: Path) -> Non
             max_global_batch_size=32,
             **every,
         ),
-        20,
+        15,
     )
     given = make_run(network(), str(tmp_path), batch_schedule="0:12,50%:16", **every)
     assert given.scale == 3

@@ -514,15 +514,22 @@ def test_the_forecasts_momentum_is_that_of_the_optimizer_with_the_most_elements(
 ):
     model = make_model()
     assert momentum_of(make(model)) == Momentum(
-        0.95, is_beta=False, optimizer_class="Muon"
+        0.95, is_beta=False, optimizer_class="Muon", auto_rule="adascale_memory"
     )  # 64 + 48 elements against 34
     most_to_adamw = [
         Muon([model[4].weight], momentum=0.8),
         AdamW([model[0].weight, model[2].weight], betas=(0.7, 0.9)),
     ]
     assert momentum_of(OptimizerChain(most_to_adamw)) == Momentum(
-        0.7, is_beta=True, optimizer_class="AdamW"
+        0.7, is_beta=True, optimizer_class="AdamW", auto_rule="adascale_memory"
     )
+    # the rule is that of the whole chain
+    smaller = SGD([model[4].weight], lr=0.1, momentum=0.9)
+    for momentum, rule in ((0.9, "adascale_memory"), (0.4, "adascale")):
+        smaller.param_groups[0]["momentum"] = momentum
+        chain = OptimizerChain([Muon([model[0].weight]), smaller])
+        assert momentum_of(chain).optimizer_class == "Muon"
+        assert momentum_of(chain).auto_rule == rule
 
 
 def test_a_chain_has_state_if_one_of_its_optimizers_has() -> None:

@@ -200,7 +200,12 @@ def config_of(job: Job) -> AdaScaleConfig:
     kind, _, value = job.choice.partition("=")
     if kind == "S":
         return case.config(
-            int(value), 8, job.total_steps, seed=job.seed, evaluate_every=math.inf
+            int(value),
+            8,
+            job.total_steps,
+            seed=job.seed,
+            evaluate_every=math.inf,
+            rule="adascale",
         )
     if kind == "G":
         chosen: dict[str, Any] = {"batch_schedule": given_batches(job, value)}
@@ -211,6 +216,7 @@ def config_of(job: Job) -> AdaScaleConfig:
         total_steps=job.total_steps,
         per_worker_batch_size=8 * case.base_batch_size,
         max_global_batch_size=LARGEST * case.base_batch_size,
+        rule="adascale",
         seed=job.seed,
         evaluate_every=math.inf,
         **chosen,

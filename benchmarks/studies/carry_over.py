@@ -208,6 +208,7 @@ def train(job: Job) -> Result:
             total_steps=job.total_steps,
             per_worker_batch_size=case.base_batch_size * job.scale // PASSES,
             accumulation=PASSES,
+            rule="adascale",
             seed=job.seed,
         )
     hyperparameters = json.loads(job.config)

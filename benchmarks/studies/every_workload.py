@@ -4,10 +4,11 @@ an unscaled LR end better than the base run.
     python benchmarks/studies/every_workload.py                run what is missing, and write the page
     python benchmarks/studies/every_workload.py --report-only  write the page from the kept runs
 
-A method is that of its study: the default rule of the optimizer where it was measured.
+AdaScale has the default rule of the optimizer. For SGD with momentum that is m^√r,
+whose runs are those of ``momentum.py``; "fixed m" is the rule of the paper.
 The workloads of ``forecast.py`` have other seeds in their base runs than in the scaled
 ones, so that the means are compared. The only runs of this script are those of the
-other methods on these workloads, with the seeds, steps and settings of AdaScale's.
+other methods on these workloads, with the seeds, steps and settings of a fixed m.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 import at_size
 import comparison
 import forecast
+import momentum
 import optimizers
 import transfer
 from comparison import BASE, Plan, Result, Results, seeds_of
@@ -47,6 +49,8 @@ RULES: dict[str, Any] = {
 }
 """Rules of the methods beside AdaScale, which have as many optimizer steps."""
 OTHERS = tuple(RULES)
+FIXED = "fixed m"
+"""Method of AdaScale with a fixed momentum, where it is not the default."""
 HOT_BASE = "base run"
 """Method of the base runs with the mean LR that LR × S has in effective time: the LR
 times S·n/T, for n optimizer steps.
@@ -89,7 +93,8 @@ class Row:
         total_steps: T; NaN: unknown.
         error: Standard error of the mean at S = 1.
         own: AdaScale's outcome.
-        others: Those of :data:`OTHERS` that were measured, and of :data:`HOT_BASE`.
+        others: Those of :data:`OTHERS` that were measured, of :data:`FIXED`, and of
+            :data:`HOT_BASE`.
     """
 
     study: str
@@ -152,7 +157,7 @@ def rows_of(
         optimizer: Name of its optimizer.
         plan: Its plan.
         results: Its kept runs.
-        names: The study's name of each of :data:`OTHERS` that it has.
+        names: The study's name of each of :data:`OTHERS` and :data:`FIXED` that it has.
         own: The method that is the default rule.
     """
     for workload in plan.workloads:
@@ -190,8 +195,8 @@ class Job:
         case: Name of the workload.
         method: Name of the rule, or :data:`HOT_BASE`.
         seed: Its seed.
-        steps: Optimizer steps n of AdaScale's run with this seed; those of the run too,
-            except for :data:`HOT_BASE`.
+        steps: Optimizer steps n of AdaScale's run with a fixed m and this seed; those
+            of the run too, except for :data:`HOT_BASE`.
     """
 
     case: str
@@ -276,6 +281,7 @@ def forecast_rows() -> Iterator[Row]:
     """Yield the rows of the study of forecasts."""
     scores = forecast.base_scores(ROOT / forecast.KEPT_BASES)
     runs = forecast.read_runs(ROOT / forecast.KEPT, forecast.Job, forecast.Scaled)
+    shortened = momentum.runs_of_forecast()
     others = read_runs(ROOT / KEPT, Job, Ended)
     of = forecast_cases()
     for name, by_seed in scores.items():
@@ -298,8 +304,14 @@ def forecast_rows() -> Iterator[Row]:
             method: [job for job in others if (job.case, job.method) == (name, method)]
             for method in (*RULES, HOT_BASE)
         }
-        scaled = [
-            run for job, run in runs.items() if (job.case, job.scale) == (name, SCALE)
+        fixed, own = (
+            [run for job, run in kept.items() if (job.case, job.scale) == (name, SCALE)]
+            for kept in (runs, shortened)
+        )
+        outcomes = [
+            better([run.score for run in each], [run.steps for run in each])
+            for each in (fixed, own)
+            if each
         ]
         yield Row(
             "forecast",
@@ -308,8 +320,9 @@ def forecast_rows() -> Iterator[Row]:
             "accuracy" if of[name].is_accuracy else "error",
             of[name].total_steps,
             statistics.stdev(at_base) / math.sqrt(len(at_base)),
-            better([run.score for run in scaled], [run.steps for run in scaled]),
-            {
+            outcomes[-1],
+            dict(zip([FIXED], outcomes[:-1], strict=False))
+            | {
                 method: better(
                     [others[job].score for job in of_method],
                     [job.steps for job in of_method],
@@ -355,8 +368,8 @@ def hot_base_section(rows: list[Row]) -> list[str]:
     head = ["workload", "S·n/T", "base run at that LR", "LR × S", "AdaScale"]
     return [
         "## Where LR × S ends better than AdaScale",
-        "The LRs of all n steps of LR × S add up to S·n/T times those of the base run "
-        "and of AdaScale. Where the base run's LR lies below the best one, that is an "
+        "The LRs of all n steps of LR × S add up to S·n/T times those of the base run. "
+        "Where the base run's LR lies below the best one, that is an "
         "advantage of a larger LR, and not of the rule. The workloads of "
         "[forecast](forecast.md) have LRs that were not searched. So here is the base "
         "run with S·n/T times its LR; by how much each ended better than the base run. "
@@ -381,6 +394,7 @@ def every_row() -> list[Row]:
         return comparison.read(ROOT / path)
 
     rows: list[Row] = []
+    further = kept(momentum.KEPT_FURTHER)
     for study, plan, path, names in (
         (
             "transfer",
@@ -395,15 +409,29 @@ def every_row() -> list[Row]:
             {"LR × S": "linear", "LR × √S": "√", "unscaled": "unscaled"},
         ),
     ):
-        rows += rows_of(study, "SGD", plan, kept(path), names)
+        rows += rows_of(
+            study,
+            "SGD",
+            momentum.with_memory(plan),
+            {**kept(path), **further},
+            {**names, FIXED: BASE},
+            momentum.MEMORY,
+        )
     rows += forecast_rows()
     names = {"LR × S": "LR × S", "LR × √S": "√S", "unscaled": "unscaled"}
     for name, own in (("adamw", BASE), ("lion", "β^r"), ("muon", "default")):
         of = optimizers.STUDIES[name]
         plan, results = optimizers.parse([name])[1], kept(of.kept)
-        further = optimizers.questions(plan, results)
-        if further is not None:
-            rows += rows_of("adamw", "SGD", further.momentum, results, names)
+        questions = optimizers.questions(plan, results)
+        if questions is not None:
+            rows += rows_of(
+                "adamw",
+                "SGD",
+                questions.momentum,
+                results,
+                {**names, FIXED: BASE},
+                momentum.MEMORY,
+            )
         ran = {k: v for k, v in names.items() if v in plan.comparison.methods}
         rows += rows_of(name, of.title, plan, results, ran, own)
     return rows
@@ -416,7 +444,7 @@ def table(rows: list[Row]) -> str:
         share = row.own.steps / row.total_steps
         others = [
             found.cell(row.error) if (found := row.others.get(name)) else ""
-            for name in OTHERS
+            for name in (FIXED, *OTHERS)
         ]
         lines.append(
             [
@@ -428,7 +456,7 @@ def table(rows: list[Row]) -> str:
                 *others,
             ]
         )
-    head = ["study", "workload", "optimizer", "AdaScale", "steps / T", *OTHERS]
+    head = ["study", "workload", "optimizer", "AdaScale", "steps / T", FIXED, *OTHERS]
     return markdown(head, lines)
 
 
@@ -446,12 +474,12 @@ def counts(rows: list[Row]) -> str:
         of = [row for row in rows if row.optimizer == optimizer]
         parts.append(f"{optimizer} {worse(of)}")
     sentences = [f"Worse than the base run: {worse(rows)}; {', '.join(parts)}."]
-    for name in OTHERS:
+    for name in (FIXED, *OTHERS):
         pairs = [(row, row.others[name]) for row in rows if name in row.others]
         lost = sum(not found.by >= -row.error for row, found in pairs)
         own = worse([row for row, _ in pairs])
         sentences.append(
-            f"{name}, with as many steps: {lost} of {len(pairs)}, where AdaScale is "
+            f"{name}{', with as many steps' if name in OTHERS else ''}: {lost} of {len(pairs)}, where AdaScale is "
             f"worse on {own}. It ends better than AdaScale on {ahead(pairs)}, of which "
             f"SGD {ahead([pair for pair in pairs if pair[0].optimizer == 'SGD'])}."
         )
@@ -470,8 +498,10 @@ def write() -> None:
             "worse by more than that error, or a run that failed. The workloads of "
             "[forecast](forecast.md) have three base runs with other seeds. "
             "Written by `python benchmarks/studies/every_workload.py` from the kept "
-            "runs. LR × S, LR × √S and the unscaled LR have as many steps as AdaScale, "
-            "or as the study says. On the workloads of forecast they have "
+            "runs. AdaScale has the default rule: m^√r for SGD with a momentum above "
+            "1/2, beside a fixed m ([momentum](momentum.md)). LR × S, LR × √S and the "
+            "unscaled LR have as many steps as AdaScale with a fixed m, or as the study "
+            "says. On the workloads of forecast they have "
             f"{seeds_beside()}, and the clipping that a run with a recipe has, as "
             "AdaScale there; where a cell is empty they did not run. The 25 M "
             "parameters of [one GPU](gpu-transfer.md), one seed, are not among them.",

@@ -297,14 +297,14 @@ class Estimate:
 
 
 def estimates_of(
-    recipe: Recipe, scale: int, run: Scaled
+    recipe: Recipe, scale: int, run: Scaled, rule: str
 ) -> dict[float, dict[str, Estimate]]:
     """Estimate the steps left at each share of T that the run has passed.
 
     Returns:
         By share, two estimates: "forecast", and "rough", (T − τ)/r̄.
     """
-    forecast = Forecaster(recipe).at(scale).expected
+    forecast = Forecaster(recipe, rule=rule).at(scale).expected
     found: dict[float, dict[str, Estimate]] = {}
     for share, (step, tau) in zip(SHARES, run.passed, strict=False):
         ways = {
@@ -318,11 +318,16 @@ def estimates_of(
     return found
 
 
-def row_of(case: Case, recipe: Recipe, scale: int, runs: Sequence[Scaled]) -> Row:
-    """Return the forecast of a recipe beside the runs."""
-    predicted = forecast_recipe(
-        recipe, workers=[1], config=batch_of(recipe.base_batch_size, scale)
-    ).rows[0]
+def row_of(
+    case: Case,
+    recipe: Recipe,
+    scale: int,
+    runs: Sequence[Scaled],
+    rule: str = "adascale",
+) -> Row:
+    """Return the forecast of a recipe beside the runs with a rule."""
+    config = replace(batch_of(recipe.base_batch_size, scale), rule=rule)
+    predicted = forecast_recipe(recipe, workers=[1], config=config).rows[0]
     return Row(
         case=case.name,
         scale=scale,
@@ -332,7 +337,7 @@ def row_of(case: Case, recipe: Recipe, scale: int, runs: Sequence[Scaled]) -> Ro
         steps=[run.steps for run in runs],
         base_score=f"{recipe.metric} {recipe.score:.3f}",
         score=statistics.mean(run.score for run in runs),
-        left=[estimates_of(recipe, scale, run) for run in runs],
+        left=[estimates_of(recipe, scale, run, rule) for run in runs],
     )
 
 
@@ -404,10 +409,10 @@ def report(
                 recipes = base_runs(case, args.data, args.base_seeds)
                 for seed, recipe in zip(args.base_seeds, recipes, strict=True):
                     rows.setdefault(f"Seed {seed}", []).append(
-                        row_of(case, recipe, scale, runs)
+                        row_of(case, recipe, scale, runs, args.rule)
                     )
                 rows.setdefault("All seeds together", []).append(
-                    row_of(case, joined(recipes), scale, runs)
+                    row_of(case, joined(recipes), scale, runs, args.rule)
                 )
         if not rows:
             continue
@@ -460,8 +465,9 @@ def main() -> None:
     )
     parser.add_argument(
         "--rule",
-        default="auto",
-        help="of the scaled runs; with another than auto --runs names their file",
+        default="adascale",
+        help="of the scaled runs (default: %(default)s); with another --runs names "
+        "their file",
     )
     args = parser.parse_args()
     # at every larger scale the batch exceeds the noise scale

@@ -85,6 +85,7 @@ def adascale(job: dict[str, Any]) -> dict[str, Any]:
         total_steps=total_steps,
         per_worker_batch_size=base,
         scheduler_unit="step",
+        rule="adascale",
         seed=SEED,
         checkpoint_every_s=1e9,
         evaluate_every=total_steps,

@@ -14,8 +14,8 @@ from .._errors import as_sentences
 from .._torch import leaves
 from ..config import AdaScaleConfig, read_settings
 from ..data.head import examples_of
-from ..forecast.replay import Forecaster
-from ..optim.rules import AUTO, auto_rule, make_rule, metric_of
+from ..forecast.replay import Forecaster, auto_rule_of
+from ..optim.rules import AUTO, make_rule, metric_of
 from ..recipe import Recipe
 from ..run.boundary.backend import LocalBackend
 from ..run.guards.first_steps import sum_advice
@@ -144,7 +144,7 @@ def _epochs_at_scale(rule: Any, recipe: Recipe | None) -> list[Finding]:
     if recipe is None or not recipe.noise_by_seed:
         return []
     base = BaseFigures.of(recipe)
-    made = make_rule(auto_rule([recipe.optimizer_class]) if rule == AUTO else rule)
+    made = make_rule(auto_rule_of(recipe) if rule == AUTO else rule)
     if base.epochs is None or metric_of(made) != "euclidean":
         return []
     forecaster = Forecaster(recipe, rule=made)

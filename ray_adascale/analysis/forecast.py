@@ -20,9 +20,9 @@ from rich.table import Table
 from .._errors import SettingError
 from ..batch import BatchSettings, StepPlan
 from ..config import AdaScaleConfig, read_settings
-from ..forecast.replay import MOST_STEPS, Forecaster, StepForecast
+from ..forecast.replay import MOST_STEPS, Forecaster, StepForecast, auto_rule_of
 from ..forecast.throughput import Throughput
-from ..optim.rules import AUTO, auto_rule, make_rule, metric_of, name_of
+from ..optim.rules import AUTO, make_rule, metric_of, name_of
 from ..recipe import Recipe
 from ..run.build_warnings import forecast_advice
 from ..run.observe.eta import clock_time
@@ -252,7 +252,7 @@ def forecast_recipe(
         replace(recipe, settings=None)
     )
     if config.rule == AUTO:
-        config = replace(config, rule=auto_rule([recipe.optimizer_class]))
+        config = replace(config, rule=auto_rule_of(recipe))
     made = make_rule(config.rule)
     if metric_of(made) != "euclidean":
         raise ValueError(

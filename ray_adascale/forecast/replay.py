@@ -26,7 +26,14 @@ import numpy as np
 from ..batch import BatchFollower, BatchSettings, StepPlan
 from ..gain import advanced, plain_effective_decay, plain_gain
 from ..optim.betas import BetaRule
-from ..optim.rules import RuleInput, ScalingRule, betas_of, make_rule
+from ..optim.rules import (
+    RULES,
+    RuleInput,
+    ScalingRule,
+    auto_rule,
+    betas_of,
+    make_rule,
+)
 from ..recipe import NoiseProbe, Recipe, smoothing_width
 
 # grid of a smoothed curve: 160 of its 400 points lie in the first 8 %
@@ -216,9 +223,10 @@ class Law:
 
     The law is empirical, from some 200 settings on 20 workloads, six of them held out
     (docs/results.md). It was found for SGD. For an optimizer with betas, such as Adam,
-    m = β1, measured on four workloads. Under a rule that changes m, f has m^e of the
-    step before, e ≥ 1, and the weights do not lag: their memory is that of the base run
-    on the clock. If m is a β1 as well, f is 1 + min(4·q·(r − 1)·(1 − m)/(1 + m), 2):
+    m = β1, measured on four workloads. Under a rule that changes m, f has the changed m of
+    the step before, and the lag is left out: with m^e the memory is that of the base
+    run on the clock. With m^√e it is longer, and the forecasts were no worse
+    (benchmarks/studies/pages/momentum.md). If m is a β1 as well, f is 1 + min(4·q·(r − 1)·(1 − m)/(1 + m), 2):
     with less noise Adam's denominator is smaller and its steps are larger, so the
     random motion does not disappear. The numbers 1 and 4 were chosen on two workloads
     and frozen for three others.
@@ -245,24 +253,35 @@ class Law:
         """L, the lag of the weights in steps."""
         return self.momentum / (1 - self.momentum)
 
-    def power_of(self, betas: BetaRule) -> float:
-        """Return the power p of a rule for betas, under which m is m^(e^p)."""
+    def is_changed_by(self, betas: BetaRule) -> bool:
+        """Return whether a rule for betas changes m."""
         if self.momentum_is_beta:
-            return 1.0
-        return betas.muon if self.is_muons else betas.momentum
+            return True
+        if self.is_muons:
+            return betas.muon > 0
+        return betas.momentum > 0 and self.momentum > betas.momentum_floor
 
-    def under_betas(self, exponent: float) -> Law:
-        """Return the law for the step after one in which a rule for betas raised m
-        to this power.
+    def under_betas(self, betas: BetaRule, increment: float) -> Law:
+        """Return the law for the step after one in which a rule for betas changed m.
+
+        Args:
+            betas: The rule.
+            increment: Effective steps of that step.
         """
+        exponent = betas.exponent(increment)
         if exponent == 1:
             return self
-        changed = replace(self, momentum=self.momentum**exponent)
-        return (
-            replace(changed, calm=BETAS_CALM, shake=BETAS_SHAKE)
-            if self.momentum_is_beta
-            else changed
-        )
+        if self.momentum_is_beta:
+            return replace(
+                self,
+                momentum=self.momentum**exponent,
+                calm=BETAS_CALM,
+                shake=BETAS_SHAKE,
+            )
+        if self.is_muons:
+            return replace(self, momentum=self.momentum**exponent**betas.muon)
+        changed = betas.shortened(self.momentum, exponent**betas.momentum)
+        return replace(self, momentum=changed)
 
     def factor(self, ratio: float, gain: float, scale: float) -> float:
         """Return f, from q at the base batch and from r and S of the step before."""
@@ -389,8 +408,7 @@ def replay(
     pushed = 0.0
     moved = 0.0
     betas = betas_of(advance)
-    power = 0.0 if betas is None or law is None else law.power_of(betas)
-    if power == 0:
+    if betas is not None and (law is None or not law.is_changed_by(betas)):
         betas = None
     law_of_step = law  # with the momentum of the step before
     memory = 0.0 if law is None or betas is not None else law.memory / stride
@@ -423,7 +441,7 @@ def replay(
                 f"{tau * stride:g}."
             )
         if law is not None and betas is not None:
-            law_of_step = law.under_betas(betas.exponent(increment) ** power)
+            law_of_step = law.under_betas(betas, increment)
         taus.append(tau * stride)
         gains.append(r)
         tau = advanced(tau, increment)
@@ -455,6 +473,17 @@ def _clipped(variance: float, square: float, weight: float) -> tuple[float, floa
         if weight > 0
         else (math.nan, math.nan)
     )
+
+
+def auto_rule_of(recipe: Recipe) -> str:
+    """Return the name of the rule that "auto" stands for with the recipe's optimizer:
+    ``search["auto_rule"]``, or if missing that of the optimizer's class and momentum.
+    """
+    kept = recipe.search.get("auto_rule")
+    if kept in RULES:
+        return str(kept)
+    kind = recipe.optimizer_class
+    return auto_rule([kind], recipe.momentum if kind == "SGD" else 0.0)
 
 
 @dataclass(frozen=True)

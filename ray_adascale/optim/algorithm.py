@@ -244,7 +244,7 @@ class AdaScaleAlgorithm:
         steps if it has such.
         """
         betas = betas_of(self._rule)
-        if betas is None:
+        if betas is None or output.is_base_step:
             self._step_inner(output.lr_factors, scale, skip)
             return
         groups = self._optimizer.param_groups

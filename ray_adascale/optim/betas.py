@@ -73,13 +73,17 @@ class BetaRule:
             same reason.
         muon: Power for Muon's momentum. Muon needs no weight: its buffer is an average,
             and its step does not depend on the buffer's size.
+        momentum_floor: Least momentum to which SGD's is lowered. One that is no larger
+            stays as it is. With 1/2 the buffer averages over two steps, which is short
+            in every run.
 
     Raises:
-        ValueError: A power is not from 0 to 1.
+        ValueError: A power or the floor is not from 0 to 1.
     """
 
     momentum: float = 0.0
     muon: float = 0.0
+    momentum_floor: float = 0.0
 
     def __post_init__(self) -> None:
         for name, power in (("momentum", self.momentum), ("muon", self.muon)):
@@ -88,6 +92,11 @@ class BetaRule:
                     f"Invalid BetaRule({name}={power!r}). Must be from 0 to 1: a power "
                     "of the exponent; the momentum itself is the optimizer's."
                 )
+        if not 0 <= self.momentum_floor <= 1:
+            raise ValueError(
+                f"Invalid BetaRule(momentum_floor={self.momentum_floor!r}). Must be "
+                "from 0 to 1: the least momentum of SGD in a step."
+            )
 
     def exponent(self, increment: float) -> float:
         """Return e.
@@ -104,6 +113,14 @@ class BetaRule:
                 "betas. Must be positive."
             )
         return increment
+
+    def shortened(self, momentum: float, exponent: float) -> float:
+        """Return SGD's momentum to a power, no lower than the floor. One that is no
+        larger stays as it is, and so does a sum without decay, m ≥ 1.
+        """
+        if momentum >= 1 or momentum <= self.momentum_floor:
+            return momentum
+        return max(momentum**exponent, self.momentum_floor)
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise if the rule can't be used with an optimizer.
@@ -249,7 +266,7 @@ class BetaRule:
             exponents[number] = e
             new = {}
             if factors is not None and e != 1:
-                new = _changed(optimizer, group, factors, e)
+                new = self._changed(optimizer, group, factors, e)
             if lr_factor not in (0, increment):
                 if group.get("decoupled_weight_decay"):
                     # lr · decay acts once for each effective step
@@ -278,30 +295,30 @@ class BetaRule:
             for group, old in zip(groups, kept, strict=True):
                 group.update(old)
 
-
-def _changed(
-    optimizer: Optimizer,
-    group: dict[str, Any],
-    factors: tuple[float, ...],
-    exponent: float,
-) -> dict[str, Any]:
-    """Return the changed entries of a parameter group: each decay factor to the
-    power of the exponent.
-    """
-    new = tuple(beta**exponent for beta in factors)
-    if "betas" in group:
-        return {"betas": new}
-    # buffer ← m·buffer + (1 − m)·g, and the step is of the orthogonalized buffer
-    if isinstance(optimizer, Muon):
-        return {"momentum": new[0]}
-    (m,), (changed,) = factors, new
-    if m == 1:
-        return {}
-    # torch: buffer ← m'·buffer + (1 − dampening')·g. A constant g leaves the buffer at
-    # (1 − dampening)/(1 − m)·g, whatever m' is.
-    weight = (1 - group["dampening"]) * (1 - changed) / (1 - m)
-    entries = {"momentum": changed, "dampening": 1 - weight}
-    if group["nesterov"]:
-        # torch's step is g + m'·buffer: a constant g makes (1 − m + m')/(1 − m)·g.
-        entries["lr"] = group["lr"] / (1 - m + changed)
-    return entries
+    def _changed(
+        self,
+        optimizer: Optimizer,
+        group: dict[str, Any],
+        factors: tuple[float, ...],
+        exponent: float,
+    ) -> dict[str, Any]:
+        """Return the changed entries of a parameter group: each decay factor to the
+        power of the exponent.
+        """
+        if "betas" in group:
+            return {"betas": tuple(beta**exponent for beta in factors)}
+        (m,) = factors
+        # buffer ← m·buffer + (1 − m)·g, and the step is of the orthogonalized buffer
+        if isinstance(optimizer, Muon):
+            return {"momentum": m**exponent}
+        changed = self.shortened(m, exponent)
+        if changed == m:
+            return {}
+        # torch: buffer ← m'·buffer + (1 − dampening')·g. A constant g leaves the buffer
+        # at (1 − dampening)/(1 − m)·g, whatever m' is.
+        weight = (1 - group["dampening"]) * (1 - changed) / (1 - m)
+        entries = {"momentum": changed, "dampening": 1 - weight}
+        if group["nesterov"]:
+            # torch's step is g + m'·buffer: a constant g makes (1 − m + m')/(1 − m)·g.
+            entries["lr"] = group["lr"] / (1 - m + changed)
+        return entries

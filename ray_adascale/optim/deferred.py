@@ -108,6 +108,19 @@ def fill_momentum(optimizer: Optimizer) -> None:
     torch's fused SGD makes them in its first step without filling them. If the kernel
     then skips that step, the next step takes uninitialized memory for momentum.
     """
+    momenta = [g["momentum"] for g in optimizer.param_groups if "momentum" in g]
+    if not any(momenta):
+        return
+    count = sum([len(group["params"]) for group in optimizer.param_groups])
+    filled = [
+        state
+        for state in optimizer.state.values()
+        if "momentum_buffer" in state and state["momentum_buffer"] is not None
+    ]
+    if (
+        len(filled) == len(optimizer.state) == count
+    ):  # without a look-up of each parameter in each step
+        return
     for group in optimizer.param_groups:
         if group.get("momentum", 0) != 0:
             for p in group["params"]:

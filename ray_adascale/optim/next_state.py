@@ -354,6 +354,11 @@ class RuleOutput:
     lr_factor: float
     increment: float
 
+    @property
+    def is_base_step(self) -> bool:
+        """Whether the step is that of the base run, in which betas stay as they are."""
+        return set(self.group_increments) == {1} and set(self.lr_factors) <= {0, 1}
+
 
 def apply_rule(
     rule: ScalingRule,

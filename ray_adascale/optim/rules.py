@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import ClassVar, Literal, get_args
 
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from .._warn import warn_at_user, warn_on_first_worker
 from ..chain import parts_of
@@ -92,6 +92,13 @@ def betas_of(rule: ScalingRule) -> BetaRule | None:
     return betas
 
 
+LEAST_MOMENTUM = 0.5
+"""Floor of SGD's momentum under the default rule. A momentum that is no larger stays as
+it is: runs with m = 1/2 ended no better with m^√r
+(benchmarks/studies/pages/momentum.md).
+"""
+
+
 @dataclass(frozen=True)
 class AdaScaleRule:
     """LR × r, clock + r: Johnson et al., ICML 2020. Derived for SGD."""
@@ -103,7 +110,8 @@ class AdaScaleRule:
 @dataclass(frozen=True)
 class AdaScaleMemoryRule:
     """AdaScale with the optimizer's memory on the effective clock: (√r, r) and β^r for
-    Adam, AdamW and Adamax, (r, r) and β^r for Lion, (r, r) and m^√r for SGD.
+    Adam, AdamW and Adamax, (r, r) and β^r for Lion, (r, r) and m^√r for SGD. The
+    momentum of SGD is not lowered below 1/2.
 
     Adam divides by √v, and v is the mean square of the gradients that it is given. Let
     μ be the mean of one element of the gradient, and σ² its variance in a base batch:
@@ -121,13 +129,21 @@ class AdaScaleMemoryRule:
 
     Lion takes the sign of an average that reaches over as many effective steps as in
     the base run. It has as much noise, so its factor is r, as is that of SGD and Muon.
-    See :class:`BetaRule` for momentum.
+
+    A fixed momentum m reaches over r times as many effective steps as in the base run.
+    With m^r it would reach over as many, but the newest gradient, whose LR is r times
+    as large, would have (1 − m^r)/(1 − m) ≈ r times its weight: SGD with momentum is
+    stable for lr·λ < 2·(1 + m), λ the largest curvature. With m^√r both grow by about
+    √r. An average over two steps, m ≤ 1/2, is short and stays as it is. See
+    :class:`BetaRule`.
 
     Attributes:
         betas: The rule for betas and momentum.
     """
 
-    betas: BetaRule = field(default_factory=lambda: BetaRule(momentum=0.5))
+    betas: BetaRule = field(
+        default_factory=lambda: BetaRule(momentum=0.5, momentum_floor=LEAST_MOMENTUM)
+    )
 
     def __call__(self, now: RuleInput) -> tuple[float, float]:
         if now.normalizes:
@@ -416,37 +432,68 @@ def name_of(rule: ScalingRule) -> str:
 _HAVE_BETAS = frozenset({"Adam", "AdamW", "Adamax", "Lion"})
 
 
-def auto_rule(kinds: Iterable[str]) -> str:
+def auto_rule(kinds: Iterable[str], momentum: float = 0.0) -> str:
     """Return the name of the rule that "auto" stands for: "adascale_memory" with Adam,
-    AdamW, Adamax or Lion, alone or in a chain, and else "adascale".
+    AdamW, Adamax, Lion, or SGD with a momentum above 1/2, alone or in a chain, and else
+    "adascale".
 
     Args:
         kinds: Names of the optimizers' classes.
+        momentum: The largest momentum of SGD; 0 without.
     """
-    return "adascale" if _HAVE_BETAS.isdisjoint(kinds) else "adascale_memory"
+    remembers = momentum > LEAST_MOMENTUM or not _HAVE_BETAS.isdisjoint(kinds)
+    return "adascale_memory" if remembers else "adascale"
+
+
+def largest_momentum(optimizer: Optimizer) -> float:
+    """Return the largest momentum below 1 of SGD, alone or in a chain; 0 without."""
+    momenta = [
+        float(group["momentum"])
+        for part, _ in parts_of(optimizer)
+        if isinstance(part, SGD)
+        for group in part.param_groups
+    ]
+    return max((m for m in momenta if m < 1), default=0.0)
+
+
+def auto_rule_for(optimizer: Optimizer) -> str:
+    """Return the name of the rule that "auto" stands for with an optimizer:
+    :func:`auto_rule`'s, or "adascale" if there are betas that can't be changed.
+    """
+    if _why_betas_stay(optimizer) is not None:
+        return auto_rule([])
+    parts = [part for part, _ in parts_of(optimizer)]
+    kinds = (kind.__name__ for part in parts for kind in type(part).__mro__)
+    return auto_rule(kinds, largest_momentum(optimizer))
+
+
+def _why_betas_stay(optimizer: Optimizer) -> ValueError | None:
+    """Return why betas can't be changed; None if they can, or if there are none."""
+    parts = [part for part, _ in parts_of(optimizer)]
+    if not any("betas" in group for part in parts for group in part.param_groups):
+        return None
+    try:
+        BetaRule().check(optimizer)
+    except ValueError as error:
+        return error
+    return None
 
 
 def chosen_rule(rule: str | ScalingRule, optimizer: Optimizer) -> str | ScalingRule:
-    """Return a rule, or the name of the one that "auto" stands for with an optimizer.
-
-    It is :func:`auto_rule`'s. If there are betas that can't be changed it is
-    "adascale", and a warning says why.
+    """Return a rule, or the name of the one that "auto" stands for with an optimizer,
+    and warn if there are betas that can't be changed.
     """
     if rule != AUTO:
         return rule
-    parts = [part for part, _ in parts_of(optimizer)]
-    if any("betas" in group for part in parts for group in part.param_groups):
-        try:
-            BetaRule().check(optimizer)
-        except ValueError as error:
-            warn_on_first_worker(
-                f"rule='auto' is 'adascale' here. {error} With fixed betas the "
-                "averages reach over r times as many effective steps as in the base "
-                "run, and the metrics of AdamW fell behind (docs/results.md): compare "
-                "with a base run. rule='adascale' says that this is meant."
-            )
-            return auto_rule([])
-    return auto_rule(kind.__name__ for part in parts for kind in type(part).__mro__)
+    error = _why_betas_stay(optimizer)
+    if error is not None:
+        warn_on_first_worker(
+            f"rule='auto' is 'adascale' here. {error} With fixed betas the averages "
+            "reach over r times as many effective steps as in the base run, and the "
+            "metrics of AdamW fell behind (docs/results.md): compare with a base run. "
+            "rule='adascale' says that this is meant."
+        )
+    return auto_rule_for(optimizer)
 
 
 def follows_gain(rule: ScalingRule) -> bool:

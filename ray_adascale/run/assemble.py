@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 from .._errors import SettingError
 from .._warn import warn_at_user
 from ..batch import BatchFollower, StepPlan
-from ..chain import largest_part, parts_of
+from ..chain import largest_part
 from ..checkpoint.model import frozen_names
 from ..checkpoint.per_worker import has_state, without_own
 from ..config import AdaScaleConfig, read_settings
@@ -25,7 +25,14 @@ from ..data import is_map_style, make_source
 from ..data.iterables import known_length
 from ..data.order import ExampleOrder
 from ..data.source import BatchSource, MapSource
-from ..optim.rules import AdaScaleRule, ScalingRule
+from ..optim.rules import (
+    LEAST_MOMENTUM,
+    AdaScaleRule,
+    ScalingRule,
+    auto_rule_for,
+    largest_momentum,
+    name_of,
+)
 from ..optim.schedule import BaseSchedule, EffectiveSchedule
 from ..recipe import Recipe
 from ..workload import RunInputs, Workload
@@ -48,7 +55,7 @@ from .build import (
     set_batch,
     wrap,
 )
-from .build_warnings import SGD, class_name, warn_of_modes, warn_of_state_dict_hooks
+from .build_warnings import class_name, warn_of_modes, warn_of_state_dict_hooks
 from .clipping import Clipping
 from .guards.each_step import EqualLosses, OnlyRunsBackward, ScheduledRates, TrainMode
 from .guards.first_steps import (
@@ -330,22 +337,18 @@ def norm_batch(module: nn.Module, plan: StepPlan) -> int | None:
 
 
 def fixed_momentum(optimizer: Optimizer, rule: ScalingRule) -> float | None:
-    """Return the largest momentum of SGD under AdaScale's rule for SGD, which does not
-    change it; None without momentum, or with another rule.
+    """Return the largest momentum of SGD if the rule is AdaScale's, which leaves it, and
+    the default would shorten it; else None.
 
     Args:
         optimizer: The user's own optimizer, or a chain.
         rule: The rule.
     """
-    if not isinstance(rule, AdaScaleRule):
+    momentum = largest_momentum(optimizer)
+    shortened = momentum > LEAST_MOMENTUM
+    if not (shortened and isinstance(rule, AdaScaleRule)):
         return None
-    momenta = [
-        float(group.get("momentum", 0.0))  # other packages have classes of this name
-        for part, _ in parts_of(optimizer)
-        if class_name(part) in SGD
-        for group in part.param_groups
-    ]
-    return max(momenta, default=0.0) or None
+    return momentum if auto_rule_for(optimizer) != name_of(rule) else None
 
 
 def _guards_of(

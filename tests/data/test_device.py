@@ -175,6 +175,7 @@ def _trained(
                 accumulation=2,
                 total_steps=12,
                 num_loader_workers=processes,
+                rule="adascale",  # m^√r would wait for the gain
             ),
             backend=LocalBackend(folder),
         )

@@ -27,6 +27,7 @@ from ray_adascale.forecast.replay import (
     Law,
     NoiseCurve,
     StepForecast,
+    auto_rule_of,
     replay,
 )
 from ray_adascale.recipe import Repeat
@@ -143,11 +144,44 @@ def test_under_betas_on_the_clock_momentum_averages_less_and_nothing_lags() -> N
     assert r == pytest.approx((3 + f) / (3 / 4 + f), rel=1e-5)
     # between the gains without momentum and with that of the base run
     assert 2.04 < r < 2.43
+    # The default rule has m^√r, and lowers no momentum below one half.
+    for m, floor in ((0.9, 0.0), (0.6, 0.5)):
+        law = Law(momentum=m, momentum_is_beta=False)
+        r = replay(noise, law=law, rule="adascale_memory", **given).gains[-1]
+        m = max(m**r**0.5, floor)
+        f = 0.4 + 0.15 * r + 2 / 3 * (r - 1) * (1 - m) / (1 + m)
+        assert r == pytest.approx((3 + f) / (3 / 4 + f), rel=1e-5)
+    law = Law(momentum=0.5, momentum_is_beta=False)
+    assert (
+        replay(noise, law=law, rule="adascale_memory", **given)
+        == replay(noise, law=law, rule="adascale", **given)
+    )  # fmt: skip
     ends = curve((0, 1, 0), (19, 1, 0), (20, 0, 1))
     given = {"scale": 4, "total_steps": 40, "averaging_window": 1e-9}
     again = replay(ends, law=Law(momentum=0.5), rule="adascale_memory", **given)
     # as without momentum, where τ is 20
     assert again.gains[:6] == pytest.approx([4.0] * 5 + [1.0])
+
+
+@pytest.mark.parametrize(
+    ("momentum", "search", "rule"),
+    [
+        (0.9, {"optimizer_class": "SGD"}, "adascale_memory"),
+        (0.5, {"optimizer_class": "SGD"}, "adascale"),
+        (0.9, {"optimizer_class": "RMSprop"}, "adascale"),
+        (0.9, {"optimizer_class": "AdamW"}, "adascale_memory"),
+        (0.9, {}, "adascale"),
+        # what the search has stored goes first: of a chain it knows all parts
+        (0.95, {"optimizer_class": "Muon", "auto_rule": "adascale_memory"}, None),
+        (0.9, {"optimizer_class": "SGD", "auto_rule": ""}, "adascale_memory"),
+    ],
+)
+def test_the_rule_of_a_forecast_is_that_of_a_run(
+    momentum: float, search: dict[str, Any], rule: str | None
+) -> None:
+    found = recipe([(0, 3, 1)], momentum=momentum, search=search)
+    assert auto_rule_of(found) == (rule or search["auto_rule"])
+    assert found.momentum_is_beta == (search.get("optimizer_class") != "SGD")
 
 
 def test_a_momentum_that_a_rule_for_betas_leaves_is_forecast_as_it_is() -> None:

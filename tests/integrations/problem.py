@@ -117,7 +117,7 @@ def check_against_reference(
     weigh: Callable[[list[list[int]]], list[float] | None] = lambda samples: None,
 ) -> None:
     """Gains, clock, learning rates and weights of each step against the literal
-    reference and SGD with momentum 0.9.
+    reference and SGD with the momentum 0.9^√r, as the default rule has it.
 
     Args:
         notes: Of the client's steps.
@@ -170,7 +170,9 @@ def check_against_reference(
         )
         # The optimizer was called with the schedule's rate times the gain.
         assert notes.lrs[step] / notes.gains[step] == pytest.approx(curve, rel=1e-12)
-        velocity = 0.9 * velocity + np.concatenate(expected.mean_gradient)
+        m = 0.9 ** math.sqrt(notes.gains[step])
+        fresh = (1 - m) / (1 - 0.9) * np.concatenate(expected.mean_gradient)
+        velocity = m * velocity + fresh
         after = notes.weights[step + 1] if step + 1 < len(notes.weights) else notes.end
         np.testing.assert_allclose(
             after.numpy(),

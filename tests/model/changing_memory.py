@@ -57,6 +57,10 @@ def adam_with_changing_betas(
     return out
 
 
+LEAST_MOMENTUM = 0.5
+"""A momentum that is no larger stays as it is, and no other falls below."""
+
+
 def step_with_betas(
     p: Tensor,
     group: dict[str, Any],
@@ -90,11 +94,13 @@ def step_with_betas(
 def step_with_momentum(
     group: dict[str, Any], exponent: float, buffers: dict[Tensor, Vector]
 ) -> None:
-    """SGD's step with m' = m^√e. The gradient has the weight (1 − m')/(1 − m); with
-    Nesterov momentum the LR is divided by 1 − m + m'.
+    """SGD's step with m' = m^√e, which is not below 1/2 unless m is. The gradient has
+    the weight (1 − m')/(1 − m); with Nesterov momentum the LR is divided by 1 − m + m'.
     """
     m, kept, decay = group["momentum"], 1 - group["dampening"], group["weight_decay"]
-    changed = m ** math.sqrt(exponent)
+    changed = m
+    if m > LEAST_MOMENTUM:
+        changed = max(m ** math.sqrt(exponent), LEAST_MOMENTUM)
     if group["nesterov"]:
         group["lr"] /= 1 - m + changed
     for p in group["params"]:

@@ -46,7 +46,7 @@ from .case import (
     score_of,
     units_of,
 )
-from .changing_memory import step_with_betas, step_with_momentum
+from .changing_memory import LEAST_MOMENTUM, step_with_betas, step_with_momentum
 
 Vector = NDArray[np.float64]
 Gradient = dict[Tensor, Tensor | None]
@@ -643,11 +643,15 @@ def reference_run(
                     [p for p in module.parameters() if p in stepped], limit
                 )
             remembers = case.rule == "adascale_memory"
-            if remembers and any(each != 1 for each in result.gains):
+            at_bases = curve[calls_at(case, leg, tau)]
+            if remembers and any(
+                each != 1 and at_base.get("momentum", 0) > LEAST_MOMENTUM
+                for each, at_base in zip(result.gains, at_bases, strict=True)
+            ):
                 for p in (p for g in groups for p in g["params"] if p.requires_grad):
                     momenta.setdefault(p, np.zeros(p.shape))
             for group, r_group, at_base in zip(
-                groups, result.gains, curve[calls_at(case, leg, tau)], strict=True
+                groups, result.gains, at_bases, strict=True
             ):
                 factor, exponent = apply_rule(case, leg, r_group, scale, tau)
                 group.update(

@@ -93,7 +93,7 @@ def test_runs_agree_with_the_literal_model(pool: Pool, part: int) -> None:
         # own, without the dampening of m^√r.
         Case(
             legs=(Leg(workers=2, per_worker=5, base=5, sharding="zero2"),),
-            momentum=0.5,
+            momentum=0.9,
             rule="adascale_memory",
             frozen=(0, 2, 4, 6, 8),
         ),

@@ -132,6 +132,11 @@ def test_a_bad_momentum_and_bad_clocks_are_named() -> None:
         for name in ("momentum", "muon"):
             with pytest.raises(ValueError, match=rf"{name}={power}\)\. Must be from 0"):
                 BetaRule(**{name: power})
+    for floor in (-0.1, 1.1, math.nan):
+        with pytest.raises(
+            ValueError, match=rf"momentum_floor={floor}\)\. Must be from"
+        ):
+            BetaRule(momentum_floor=floor)
     for increment in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(
             ValueError, match=rf"clock increment is {increment}, an exponent"
@@ -141,7 +146,7 @@ def test_a_bad_momentum_and_bad_clocks_are_named() -> None:
 
 def test_a_rule_carries_what_becomes_of_betas() -> None:
     assert betas_of(AdaScaleMemoryRule(BetaRule(muon=1))) == BetaRule(muon=1)
-    assert betas_of(AdaScaleMemoryRule()) == BetaRule(momentum=0.5)
+    assert betas_of(AdaScaleMemoryRule()) == BetaRule(momentum=0.5, momentum_floor=0.5)
     assert betas_of(AdaScaleRule()) is None
     rule = AdaScaleMemoryRule((0.5, 0.9))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"betas=\(0\.5, 0\.9\).*Must be a BetaRule"):
@@ -268,6 +273,36 @@ def test_momentum_moves_as_in_the_steps_that_a_step_stands_for(doubles: None) ->
         buffers.append(float(optimizer.state[p]["momentum_buffer"]))
     # 4 · (1 + 1/2 + 1/4 + 1/8 + 1/16)
     assert buffers == [pytest.approx(7.75, rel=1e-15)] * 2
+
+
+@pytest.mark.parametrize(
+    ("m", "e", "changed"),
+    [
+        (0.9, 4.0, 0.81),
+        (0.9, 100.0, 0.5),  # 0.9^10 = 0.35
+        (0.75, 16.0, 0.5),  # 0.75^4 = 0.32
+        (0.5, 4.0, 0.5),
+        (0.2, 4.0, 0.2),
+        (0.2, 0.25, 0.2),
+        (0.9, 0.25, 0.9**0.5),  # a step of less than one base step
+        (1.0, 4.0, 1.0),
+        (1.5, 4.0, 1.5),
+    ],
+)
+def test_a_short_momentum_stays_as_it_is(m: float, e: float, changed: float) -> None:
+    p = nn.Parameter(torch.tensor([1.0]))
+    optimizer = SGD([p], lr=0.1, momentum=m)
+    rule = AdaScaleMemoryRule().betas
+    p.grad = torch.tensor([4.0])
+    with rule.applied(
+        optimizer.param_groups, optimizer, [e], BiasCorrectionCounters(optimizer)
+    ):
+        group = optimizer.param_groups[0]
+        assert group["momentum"] == pytest.approx(changed, rel=1e-15)
+        weight = 1.0 if m >= 1 else (1 - changed) / (1 - m)
+        assert 1 - group["dampening"] == pytest.approx(weight, rel=1e-14)
+    # with nothing to change the first buffer is torch's own
+    assert bool(optimizer.state[p]) == (changed != m)
 
 
 @pytest.mark.parametrize("kind", [Adam, AdamW])

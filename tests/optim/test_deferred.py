@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ray_adascale import OSS, AdaScale, LinearRule, ShardedDataParallel
 from ray_adascale.optim import algorithm
-from ray_adascale.optim.deferred import HostCopy
+from ray_adascale.optim.deferred import HostCopy, fill_momentum
 
 from ..host_reads import HostReads, host_reads
 
@@ -759,3 +759,31 @@ def test_parameters_on_several_devices_count_together() -> None:
             ends.append([*figures(adascale), *(x for q in params for x in q.tolist())])
     for end in ends[1:]:
         np.testing.assert_allclose(end, ends[0], rtol=1e-6)
+
+
+# ---- buffers before a first step -----------------------------------------------------
+
+
+def test_missing_momentum_is_filled_and_nothing_else() -> None:
+    a, b, frozen, plain = (nn.Parameter(torch.ones(2)) for _ in range(4))
+    frozen.requires_grad_(False)
+    optimizer = torch.optim.SGD(
+        [{"params": [a, b, frozen]}, {"params": [plain], "momentum": 0.0}],
+        lr=0.1,
+        momentum=0.9,
+    )
+    kept = torch.full((2,), 3.0)
+    optimizer.state[a]["momentum_buffer"] = kept
+    optimizer.state[b]["momentum_buffer"] = None  # as torch saves one without momentum
+    fill_momentum(optimizer)
+    assert optimizer.state[a]["momentum_buffer"] is kept
+    assert optimizer.state[b]["momentum_buffer"].tolist() == [0.0, 0.0]
+    assert set(optimizer.state) == {a, b}
+    frozen.requires_grad_(True)
+    fill_momentum(optimizer)
+    assert optimizer.state[frozen]["momentum_buffer"].tolist() == [0.0, 0.0]
+    # A former parameter's state does not stand for that of a new one.
+    new = nn.Parameter(torch.ones(2))
+    optimizer.param_groups[0]["params"] = [a, b, new]
+    fill_momentum(optimizer)
+    assert optimizer.state[new]["momentum_buffer"].tolist() == [0.0, 0.0]

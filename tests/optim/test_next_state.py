@@ -17,6 +17,7 @@ from ray_adascale.batch import StepPlan
 from ray_adascale.optim.next_state import (
     AdaScaleState,
     Averaging,
+    RuleOutput,
     apply_rule,
     averaged,
     estimate,
@@ -256,3 +257,20 @@ def test_a_group_that_normalizes_has_the_root_of_the_gain_on_the_same_clock() ->
     )
     assert (output.lr_factors, output.group_increments) == ((9.0, 3.0), (9.0, 9.0))
     assert output.increment == 9.0
+
+
+@pytest.mark.parametrize(
+    ("factors", "increments", "is_base"),
+    [
+        ([1.0], [1.0], True),
+        ([1.0, 0.0], [1.0, 1.0], True),  # a factor of 0 changes no weight
+        ([1.0, 1.0], [1.0, 2.0], False),
+        ([2.0], [1.0], False),
+        ([1.0], [2.0], False),
+    ],
+)
+def test_a_base_step_leaves_betas(
+    factors: list[float], increments: list[float], is_base: bool
+) -> None:
+    output = RuleOutput(factors, increments, factors[0], increments[0])
+    assert output.is_base_step == is_base

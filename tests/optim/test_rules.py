@@ -21,6 +21,7 @@ from torch.optim import (
     NAdam,
     Optimizer,
     RAdam,
+    RMSprop,
     SparseAdam,
 )
 
@@ -161,12 +162,24 @@ def optimizer_of(*kinds: Any) -> Any:
     return parts[0] if len(parts) == 1 else OptimizerChain(parts)
 
 
+def with_momentum(momentum: float) -> Any:
+    return functools.partial(SGD, momentum=momentum)
+
+
+RMSpropWithMomentum = functools.partial(RMSprop, momentum=0.9)
+
+
 @pytest.mark.parametrize(
     ("kinds", "chosen"),
     [
         ([SGD], "adascale"),
         ([Muon], "adascale"),
         ([SGD, Muon], "adascale"),
+        ([with_momentum(0.5)], "adascale"),
+        ([with_momentum(0.6)], "adascale_memory"),
+        ([Muon, with_momentum(0.9)], "adascale_memory"),
+        ([with_momentum(1.0)], "adascale"),
+        ([RMSpropWithMomentum], "adascale"),
         ([Adam], "adascale_memory"),
         ([AdamW], "adascale_memory"),
         ([Adamax], "adascale_memory"),
@@ -175,7 +188,7 @@ def optimizer_of(*kinds: Any) -> Any:
         ([Muon, AdamW], "adascale_memory"),
     ],
 )
-def test_auto_changes_the_betas_where_there_are_any(
+def test_auto_changes_betas_and_the_momentum_of_sgd_where_there_are_any(
     kinds: list[Any], chosen: str
 ) -> None:
     optimizer = optimizer_of(*kinds)

@@ -138,7 +138,7 @@ def test_a_workload_of_which_a_run_failed_says_so(
         (found,) = (r for r in every_workload.forecast_rows() if r.workload == "digits")
         return found
 
-    assert set(row().others) == {"LR × S"}
+    assert set(row().others) == {"LR × S", every_workload.FIXED}
     assert row().others["LR × S"].steps == 239
     base = statistics.mean(
         every_workload.forecast.base_scores(ROOT / every_workload.forecast.KEPT_BASES)[

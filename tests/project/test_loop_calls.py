@@ -26,17 +26,17 @@ def _calls(kinds: list[str], passes: int, workers: int) -> dict[str, float]:
     return {r["kind"]: r["calls"] for r in found}
 
 
-@pytest.mark.parametrize(("passes", "most"), [(1, 238), (4, 630)])
+@pytest.mark.parametrize(("passes", "most"), [(1, 242), (4, 678)])
 def test_a_step_in_one_process(passes: int, most: int) -> None:
     calls = _calls(["plain", "run", "attach"], passes, 1)
     assert calls["run"] <= most
     # whose DataLoader fetches single examples
     assert calls["run"] < 1.05 * calls["plain"]
     # In a loop of its own each pass of each step is counted.
-    assert calls["attach"] - calls["plain"] <= (183 if passes == 1 else 504)
+    assert calls["attach"] - calls["plain"] <= (187 if passes == 1 else 548)
 
 
 def test_a_step_on_two_workers() -> None:
     calls = _calls(["run", "run_unsharded"], 1, 2)
-    assert calls["run_unsharded"] <= 385
+    assert calls["run_unsharded"] <= 428
     assert calls["run"] <= 650

@@ -114,6 +114,8 @@ def make_run(
         "total_steps": 40,
         "scheduler_unit": "step" if scheduler else None,
     }
+    if kind == "sgd" and fused:  # m^√r would need the gain on the host
+        defaults["rule"] = "adascale"
     config = AdaScaleConfig(**(defaults | settings))
     with warnings.catch_warnings():
         if kind == "adamw":  # which is no SGD
@@ -506,12 +508,18 @@ def _compare_fused(
 
 
 @pytest.mark.also_simulated
-@pytest.mark.parametrize(("kind", "sharding"), [("sgd", "none"), ("adamw", "zero2")])
+@pytest.mark.parametrize(
+    ("kind", "sharding", "settings"),
+    [
+        ("sgd", "none", {"rule": "adascale"}),
+        # In measured steps m^√r and AdamW's betas need the gain on the host.
+        ("sgd", "none", {"rule": "auto", "measure_every": 4}),
+        ("adamw", "zero2", {"measure_every": 4}),
+    ],
+)
 def test_a_fused_run_on_two_workers_is_the_same_run(
-    pool: Any, tmp_path: Path, kind: str, sharding: str
+    pool: Any, tmp_path: Path, kind: str, sharding: str, settings: dict[str, Any]
 ) -> None:
-    # In measured steps AdamW's betas need the gain on the host.
-    every: dict[str, Any] = {"measure_every": 4} if kind == "adamw" else {}
     outcomes = []
     for fused in (False, True):
         both = pool(2).run(
@@ -521,7 +529,7 @@ def test_a_fused_run_on_two_workers_is_the_same_run(
             per_worker_batch_size=4,
             sharding=sharding,
             kind=kind,
-            **every,
+            **settings,
         )
         assert both[0] == both[1]
         outcomes.append(both[0])

@@ -354,7 +354,7 @@ def test_start_and_end_are_logged(
     assert (
         texts[0]
         == "Started on 1 worker: batch 8 at base batch 4, so S = 2; T = 40 effective "
-        "steps; rule adascale."
+        "steps; rule adascale_memory."
     )
     assert any(
         text.startswith(

@@ -623,7 +623,7 @@ def _built_differently(what: str, sharding: str) -> str:
         ("seed", "The order of the data is .*'seed': 7"),
         ("gamma", "The LR curve is of digest"),
         ("weight_decay", "The list of hyperparameters is .*'weight_decay': 0.1"),
-        ("rule", "The rule is adascale on rank 0 and linear on rank 1"),
+        ("rule", "The rule is adascale_memory on rank 0 and linear on rank 1"),
         ("grad_clip", r"AdaScaleConfig\.grad_clip is None on rank 0 and 7.0 on rank 1"),
         (
             "accumulation",

@@ -187,7 +187,7 @@ def test_each_event_of_a_run_is_a_line_on_the_driver(followed: Followed) -> None
     assert (
         once(
             "Started on 2 workers: batch 6 at base batch 4, so S = 1.5; T = 60 "
-            "effective steps; rule adascale."
+            "effective steps; rule adascale_memory."
         )
         == 0
     )

@@ -539,7 +539,7 @@ def test_sigterm_ends_the_workers_and_leaves_a_checkpoint_to_resume_from(
     assert said.count("The workload has not read 'unread' of its config") == 1
     assert (
         " Started on 2 workers: batch 16 at base batch 4, so S = 4; T = 200 effective "
-        "steps; rule adascale." in said
+        "steps; rule adascale_memory." in said
     )
     ((stopped, step),) = re.findall(
         r"stopped: (\d\d-\d\d \d\d:\d\d:\d\d) Stopped after optimizer step (\d+)\.",

@@ -24,6 +24,7 @@ from ..._version import __version__
 from ..._warn import warn_at_user
 from ...chain import largest_part
 from ...config import AdaScaleConfig, read_settings
+from ...optim.rules import auto_rule_for
 from ...optim.schedule import BaseSchedule
 from ...recipe import NoiseProbe, Recipe, Repeat
 from ...workload import (
@@ -52,11 +53,13 @@ class Momentum:
         is_beta: Whether m is β1, which a rule for betas changes.
         optimizer_class: Name of the optimizer's class, see
             :func:`ray_adascale.run.build_warnings.class_name`; empty: unknown.
+        auto_rule: Name of the rule that "auto" stands for; empty: unknown.
     """
 
     value: float = 0.0
     is_beta: bool = False
     optimizer_class: str = ""
+    auto_rule: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,6 +236,7 @@ def freeze(
             "handed": list(injected_settings(config)),
             "momentum_is_beta": outcome.momentum.is_beta,
             "optimizer_class": outcome.momentum.optimizer_class,
+            "auto_rule": outcome.momentum.auto_rule,
         },
         workload=workload_name(workload),
         versions={
@@ -306,7 +310,10 @@ def momentum_of(optimizer: Optimizer) -> Momentum:
     is_beta = "momentum" not in group and "betas" in group
     value = group["betas"][0] if is_beta else group.get("momentum", 0.0)
     return Momentum(
-        float(value) if 0 <= value < 1 else 0.0, is_beta, class_name(largest)
+        float(value) if 0 <= value < 1 else 0.0,
+        is_beta,
+        class_name(largest),
+        auto_rule_for(optimizer),
     )
 
 

@@ -66,8 +66,8 @@ trace.
 
 
 FIXED_MOMENTUM = "fixed_momentum"
-"""The key of SGD's momentum in the first row of a trace, if the rule does not change
-it.
+"""The key of SGD's momentum in the first row of a trace, if it is fixed and the default
+would shorten it.
 """
 
 

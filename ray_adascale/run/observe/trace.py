@@ -61,7 +61,7 @@ COLUMNS = {
     BASE: "the recipe's base runs, for the verdict, in the first row alone",
     NORM_BATCH: "examples of a micro-batch of a model with batch norm, with a recipe, "
     "in the first row alone",
-    FIXED_MOMENTUM: "momentum of SGD, if the rule does not change it; with a recipe, in "
+    FIXED_MOMENTUM: "momentum of SGD, if it is above 1/2 and fixed; with a recipe, in "
     "the first row alone",
     CLIPPED: "true if the gradient was clipped at a multiple of the expected norm; "
     "else missing",

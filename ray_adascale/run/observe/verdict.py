@@ -107,8 +107,8 @@ class RunFigures:
             finite.
         norm_batch: Examples of a micro-batch, if the model has batch norm; None if it
             has none.
-        fixed_momentum: The momentum of SGD, if the rule does not change it; None if
-            there is none.
+        fixed_momentum: The momentum of SGD, if it is fixed and the default would
+            shorten it; else None.
     """
 
     value: float | None
@@ -359,8 +359,8 @@ class Verdict:
             return
         yield FirstCheck(
             finding=f"M{figure[1:]}, and over {memory:.3g} of {base_steps:,} in the "
-            "base run: use rule='adascale_memory', which shortens the average as the "
-            "gain grows."
+            "base run: leave rule out. The default shortens the average as the gain "
+            "grows."
         )
 
 

@@ -149,7 +149,13 @@ HYPERPARAMETERS: list[tuple[Make, Make, str, Any]] = [
         "weight_decay is 0.1, was 0.01",
         0.1,
     ),
-    (sgd(), sgd(momentum=0.9), "momentum is 0.9, was 0", 0.9),
+    (sgd(), sgd(momentum=0.4), "momentum is 0.4, was 0", 0.4),
+    (
+        sgd(),
+        sgd(momentum=0.9),
+        "momentum is 0.9, was 0; rule is 'adascale_memory', was 'adascale'",
+        0.9,
+    ),
     (
         sgd(momentum=0.9),
         sgd(momentum=0.9, nesterov=True),

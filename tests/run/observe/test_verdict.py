@@ -248,7 +248,7 @@ STEPS = "1 % of the steps clipped, 0 % skipped"
             {},
             [
                 "Momentum 0.9 averages over 10 of 150 steps, and over 10 of 1,200 in "
-                "the base run: use rule='adascale_memory', which shortens the average "
+                "the base run: leave rule out. The default shortens the average "
                 "as the gain grows."
             ],
             f"{FIGURES}; {STEPS}; efficiency 75 %",
@@ -454,7 +454,11 @@ def test_counts_of_a_verdict_survive_a_resume(tmp_path: Path) -> None:
 
     found = found_for(workload, seeds=1, total_steps=60)
     config = AdaScaleConfig(
-        accumulation=4, per_worker_batch_size=4, grad_clip="0.5x", total_steps=60
+        accumulation=4,
+        per_worker_batch_size=4,
+        grad_clip="0.5x",
+        total_steps=60,
+        rule="adascale",
     ).with_recipe(found)
 
     def run() -> tuple[Run, Any]:
@@ -501,8 +505,11 @@ def test_the_momentum_that_a_rule_leaves(
     adam = torch.optim.Adam(weights[2:])
     assert fixed_momentum(adam, rule) is None
     assert fixed_momentum(OptimizerChain([adam, sgd]), rule) == momentum
-    plain = torch.optim.SGD(weights, lr=0.1)
-    assert fixed_momentum(plain, rule) is None
+    nadam = torch.optim.NAdam(weights[2:])  # its betas can't be changed
+    assert fixed_momentum(OptimizerChain([nadam, sgd]), rule) is None
+    for short in (0.0, 0.5):
+        plain = torch.optim.SGD(weights, lr=0.1, momentum=short)
+        assert fixed_momentum(plain, rule) is None
 
 
 def test_a_run_without_a_recipe_has_no_verdict(tmp_path: Path) -> None:
