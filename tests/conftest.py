@@ -21,6 +21,7 @@ import fnmatch
 import functools
 import os
 import re
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -55,6 +56,9 @@ pytest.register_assert_rewrite(
 )
 
 torch.set_num_threads(1)
+# A shell's background job ignores the Ctrl-C that some tests send themselves.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Whether a file may hold tests of a lane, by its text; of "plain" every file may.
 _MENTIONS = {
