@@ -4,8 +4,10 @@ so is it in Adam's bias correction.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +37,19 @@ def normalizing(optimizer: Optimizer) -> list[bool]:
         for number in numbers:
             found[number] = isinstance(part, _COUNTING)
     return found
+
+
+def steps_as_sgd(optimizer: Optimizer) -> bool:
+    """Return whether a plain optimizer steps as torch's SGD, whose dampening weighs the
+    gradient. A subclass may have a step of its own, which may ignore it.
+    """
+    return isinstance(optimizer, SGD) and _is_sgds(type(optimizer).step)
+
+
+@functools.cache
+def _is_sgds(step: Callable[..., Any]) -> bool:
+    """Return whether a method is SGD's step, which torch may have wrapped."""
+    return inspect.unwrap(step) is inspect.unwrap(SGD.step)
 
 
 @dataclass(frozen=True)
@@ -193,7 +208,7 @@ class BetaRule:
         Muon do not weigh the gradient by a dampening, so that their LR would mean
         something else with each momentum.
         """
-        if isinstance(optimizer, SGD):
+        if steps_as_sgd(optimizer):
             return self.momentum
         return self.muon if isinstance(optimizer, Muon) else 0.0
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import ClassVar, Literal, get_args
 
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from .._warn import warn_at_user, warn_on_first_worker
 from ..chain import parts_of
-from .betas import BetaRule
+from .betas import BetaRule, steps_as_sgd
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -450,7 +450,7 @@ def largest_momentum(optimizer: Optimizer) -> float:
     momenta = [
         float(group["momentum"])
         for part, _ in parts_of(optimizer)
-        if isinstance(part, SGD)
+        if steps_as_sgd(part)
         for group in part.param_groups
     ]
     return max((m for m in momenta if m < 1), default=0.0)

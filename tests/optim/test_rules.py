@@ -166,6 +166,17 @@ def with_momentum(momentum: float) -> Any:
     return functools.partial(SGD, momentum=momentum)
 
 
+class Renamed(SGD):
+    """SGD with torch's step."""
+
+
+class OwnStep(SGD):
+    """SGD with a step of its own, which knows no dampening."""
+
+    def step(self, closure: Any = None) -> Any:
+        raise NotImplementedError
+
+
 RMSpropWithMomentum = functools.partial(RMSprop, momentum=0.9)
 
 
@@ -179,6 +190,8 @@ RMSpropWithMomentum = functools.partial(RMSprop, momentum=0.9)
         ([with_momentum(0.6)], "adascale_memory"),
         ([Muon, with_momentum(0.9)], "adascale_memory"),
         ([with_momentum(1.0)], "adascale"),
+        ([functools.partial(Renamed, momentum=0.9)], "adascale_memory"),
+        ([functools.partial(OwnStep, momentum=0.9)], "adascale"),
         ([RMSpropWithMomentum], "adascale"),
         ([Adam], "adascale_memory"),
         ([AdamW], "adascale_memory"),
