@@ -135,11 +135,11 @@ class AdaScaleConfig:
         rule: How the LR follows the scale. "auto": "adascale_memory" for Adam, AdamW,
             Adamax, Lion, and SGD with a momentum above 1/2, else "adascale".
             "adascale": the LR times the gain r. "adascale_memory": its LR times √r for
-            Adam and its kind, and betas and momentum on the effective clock. For comparisons "linear", "sqrt",
-            "unscaled" ("linear:354", "sqrt:354" and "unscaled:354" take 354 steps) and
-            "adamscale" (AdaptDL's for Adam). Or a rule such as
-            ``LEGWRule(5, 50_000)``, or a callable (RuleInput) -> (LR factor, clock
-            increment).
+            Adam and its kind, and betas and momentum on the effective clock. For
+            comparisons "linear", "sqrt", "unscaled" ("linear:354", "sqrt:354" and
+            "unscaled:354" take 354 steps) and "adamscale" (AdaptDL's for Adam). Or a
+            rule such as ``LEGWRule(5, 50_000)``, or a callable (RuleInput) -> (LR
+            factor, clock increment).
         sharding: Where gradients and optimizer state live. "none": all on every worker
             (DDP). "oss": each worker holds 1/N of the state. "zero2": and 1/N of the
             gradients (ShardedDataParallel). "fsdp2": and 1/N of the weights between

@@ -223,10 +223,11 @@ class Law:
 
     The law is empirical, from some 200 settings on 20 workloads, six of them held out
     (docs/results.md). It was found for SGD. For an optimizer with betas, such as Adam,
-    m = β1, measured on four workloads. Under a rule that changes m, f has the changed m of
-    the step before, and the lag is left out: with m^e the memory is that of the base
-    run on the clock. With m^√e it is longer, and the forecasts were no worse
-    (benchmarks/studies/pages/momentum.md). If m is a β1 as well, f is 1 + min(4·q·(r − 1)·(1 − m)/(1 + m), 2):
+    m = β1, measured on four workloads. Under a rule that changes m, f has the changed m
+    of the step before, and the lag is left out. With m^e the memory is that of the base
+    run on the clock. With m^√e it is longer; its forecasts are in
+    benchmarks/studies/pages/momentum.md. If m is a β1 as well, f is
+    1 + min(4·q·(r − 1)·(1 − m)/(1 + m), 2):
     with less noise Adam's denominator is smaller and its steps are larger, so the
     random motion does not disappear. The numbers 1 and 4 were chosen on two workloads
     and frozen for three others.

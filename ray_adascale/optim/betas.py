@@ -40,8 +40,8 @@ def normalizing(optimizer: Optimizer) -> list[bool]:
 
 
 def steps_as_sgd(optimizer: Optimizer) -> bool:
-    """Return whether a plain optimizer steps as torch's SGD, whose dampening weighs the
-    gradient. A subclass may have a step of its own, which may ignore it.
+    """Return whether a plain optimizer has the step of torch's SGD. That step multiplies
+    the gradient by 1 − dampening. A subclass with another step may ignore the dampening.
     """
     return isinstance(optimizer, SGD) and _is_sgds(type(optimizer).step)
 

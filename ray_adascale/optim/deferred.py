@@ -117,9 +117,8 @@ def fill_momentum(optimizer: Optimizer) -> None:
         for state in optimizer.state.values()
         if "momentum_buffer" in state and state["momentum_buffer"] is not None
     ]
-    if (
-        len(filled) == len(optimizer.state) == count
-    ):  # without a look-up of each parameter in each step
+    # Most steps end here, without a look-up of each parameter.
+    if len(filled) == len(optimizer.state) == count:
         return
     for group in optimizer.param_groups:
         if group.get("momentum", 0) != 0:

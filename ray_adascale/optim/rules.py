@@ -130,11 +130,11 @@ class AdaScaleMemoryRule:
     Lion takes the sign of an average that reaches over as many effective steps as in
     the base run. It has as much noise, so its factor is r, as is that of SGD and Muon.
 
-    A fixed momentum m reaches over r times as many effective steps as in the base run.
-    With m^r it would reach over as many, but the newest gradient, whose LR is r times
-    as large, would have (1 − m^r)/(1 − m) ≈ r times its weight: SGD with momentum is
-    stable for lr·λ < 2·(1 + m), λ the largest curvature. With m^√r both grow by about
-    √r. An average over two steps, m ≤ 1/2, is short and stays as it is. See
+    SGD's buffer averages over 1/(1 − m) optimizer steps. With a fixed m these are r
+    times as many effective steps as in the base run. With m^r they are as many. But the
+    weight of the newest gradient then grows by (1 − m^r)/(1 − m) ≈ r, and its LR is r
+    times as large already. SGD with momentum is stable for lr·λ < 2·(1 + m), where λ is
+    the largest curvature. With m^√r the reach and the weight each grow by about √r. See
     :class:`BetaRule`.
 
     Attributes:

@@ -344,11 +344,10 @@ def fixed_momentum(optimizer: Optimizer, rule: ScalingRule) -> float | None:
         optimizer: The user's own optimizer, or a chain.
         rule: The rule.
     """
-    momentum = largest_momentum(optimizer)
-    shortened = momentum > LEAST_MOMENTUM
-    if not (shortened and isinstance(rule, AdaScaleRule)):
+    if not isinstance(rule, AdaScaleRule) or auto_rule_for(optimizer) == name_of(rule):
         return None
-    return momentum if auto_rule_for(optimizer) != name_of(rule) else None
+    momentum = largest_momentum(optimizer)
+    return momentum if momentum > LEAST_MOMENTUM else None
 
 
 def _guards_of(
