@@ -47,8 +47,8 @@ class Awaited(NamedTuple):
 
 
 _ROOM = (
-    "Ray ends the last workers, if there are any, looks for room, and starts the "
-    "workers' processes"
+    "Ray ends the last workers, if there are any, reads its record in the storage, "
+    "looks for room, and starts the workers' processes"
 )
 
 
