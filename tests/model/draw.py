@@ -417,7 +417,9 @@ def _any_case(rng: random.Random) -> Case:
         ("sgd", "sgd", "sgd", "adam", "amsgrad", "adamw", "adamax", "rmsprop", "muon"),
     )
     optimizer = rng.choice(known) if rng.random() < 0.97 else "sgd"
-    sgd, momentum = optimizer == "sgd", rng.choice((0.0, 0.9, 0.5))
+    # the default's floor of 1/2 acts on 0.55 from a gain of 1.35 on
+    momenta = (0.9, 0.55) if rule == "adascale_memory" else (0.0, 0.9, 0.5)
+    sgd, momentum = optimizer == "sgd", rng.choice((*momenta, 0.2, 0.55))
     nesterov = sgd and momentum > 0 and rng.random() < 0.4
     scheduler = (
         maybe(0.85, rng.choice(SCHEDULERS), None) if rng.random() < 0.98 else "plateau"

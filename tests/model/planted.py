@@ -56,6 +56,7 @@ FAULTS: list[tuple[str, str, str, str]] = [
     ("optim/step_sums.py", "StepSums.sample", "squared = scale.square()", "squared = scale"),
     ("optim/betas.py", "BetaRule._changed", "tuple(beta**exponent for beta in factors)", "(factors[0] ** exponent, *factors[1:])"),
     ("optim/betas.py", "BetaRule.shortened", "max(momentum**exponent, self.momentum_floor)", "momentum"),
+    ("optim/betas.py", "BetaRule.shortened", "max(momentum**exponent, self.momentum_floor)", "momentum**exponent"),
     ("optim/adam_metric.py", "adam_preconditioner.precondition", 'correction = 1 - group["betas"][1] **', 'correction = 1 - group["betas"][0] **'),
     ("optim/rules.py", "legw_factor", "warmup = scale * warmup_epochs * base_steps_per_epoch",
      "warmup = warmup_epochs * base_steps_per_epoch"),
