@@ -21,6 +21,7 @@ from ..batch import StepPlan
 from ..chain import parts_of
 from ..gain import count_decay
 from ..optim.adascale import AdaScaleOptimizer
+from ..optim.guards import warn_of_steps_counted
 from ..optim.next_state import Averaging, Smoothing
 from ..optim.rules import ScalingRule, auto_rule
 from ..sharding.oss import OSS
@@ -157,6 +158,7 @@ class AdaScale(AdaScaleOptimizer):
         )
         if rule is None:
             _warn_of_betas(optimizer)
+        warn_of_steps_counted(self)
 
     @property
     def smoothing(self) -> float:

@@ -20,6 +20,7 @@ from .deferred import HostCopy, read, skippable_step, steps_on_device
 from .guards import (
     EqualSamples,
     FirstSkippedStep,
+    LossScale,
     UnsampledSteps,
     check_identity,
     check_weights,
@@ -131,6 +132,7 @@ class AdaScaleAlgorithm:
         self._equal_samples = EqualSamples()
         self._unsampled_steps = UnsampledSteps()
         self._first_skipped = FirstSkippedStep()
+        self._loss_scale = LossScale()
 
     @property
     def rule(self) -> ScalingRule:
@@ -172,6 +174,8 @@ class AdaScaleAlgorithm:
         """
         self.synchronize()  # read the step before, which this one goes on from
         sums = self._current.summed()
+        if self._current.shows_gradients:
+            self._loss_scale.check(sums, [p.grad for p in self._current.params])
         self._plan = sums.plan
         self._declared = self._current.declared
         if self._on_device(sums):

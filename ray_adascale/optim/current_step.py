@@ -216,6 +216,18 @@ class CurrentStep:
         """Whether the passes are inferred, see :meth:`set_loop`."""
         return not self._of_run
 
+    @property
+    def shows_gradients(self) -> bool:
+        """Whether a loop of the user's steps with whole gradients, of which the norms
+        were measured as they are.
+        """
+        return (
+            self.is_users_loop
+            and self._precondition is None
+            and self.sharding.in_place
+            and not self.sharding.sharded
+        )
+
     def declare(self, plan: StepPlan) -> None:
         """Set the plan of the steps from the next one on. At a step boundary."""
         self.declared = plan

@@ -4,13 +4,16 @@ it changes a step.
 
 from __future__ import annotations
 
+import gc
 import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from .._torch import Versions, unwrapped_name, versions
 from .._warn import warn_at_user, warn_on_first_worker
@@ -277,6 +280,146 @@ def check_weights(plan: StepPlan, weights: Sequence[float]) -> None:
             "Invalid sample_weights: those of all workers and passes add up to "
             f"{total:g}. Must be 1. {_WEIGHTS}"
         )
+
+
+# ---- the loss scale ------------------------------------------------------------------
+
+_SAME = 1e-3
+"""Largest relative difference between two norms of the same gradient."""
+_LEAST_HALVINGS = 8
+"""A gradient that two steps have divided by 2 at least this often was unscaled."""
+
+
+class LossScale:
+    """Checks in the first measured steps of a loop of the user's that the loss scale was
+    removed from the gradient, once, and that AdaScale knows of it.
+
+    Compares the gradient that the last backward pass has left with that of
+    ``step()``. Clipping makes the latter smaller, but not by just this factor.
+    """
+
+    def __init__(self) -> None:
+        self._left = 2
+        self._halvings: float | None = None
+
+    def check(self, sums: StepSums, gradients: Sequence[Tensor | None]) -> None:
+        """Look at a step before it is taken. Waits for the device.
+
+        Args:
+            sums: Its sums, with the norms as measured: with the loss scale.
+            gradients: Those that the optimizer steps with.
+
+        Raises:
+            RuntimeError: The loss scale is still in the gradient, was removed twice, or
+                AdaScale does not know of it.
+        """
+        if self._left == 0 or not sums.measured:
+            return
+        measured = float(sums.numbers["c"].sum().sqrt()) / sums.plan.multiple_of_mean
+        dense = [g for g in gradients if g is not None and not g.is_sparse]
+        stepped = float(torch.nn.utils.get_total_norm(dense)) if dense else 0.0
+        if not (0 < measured < math.inf and 0 < stepped < math.inf):
+            return  # a skipped step
+        self._left -= 1
+        removed = measured / stepped
+        if "loss_scale" not in sums.numbers:
+            self._check_unknown(removed)
+            return
+        scale = float(sums.numbers["loss_scale"][0])
+        if scale < 2**_LEAST_HALVINGS:
+            return
+        if math.isclose(removed, 1, rel_tol=_SAME):
+            raise RuntimeError(
+                f"The scaler's loss scale, {scale:g}, was not removed from the gradient: "
+                "the loop calls optimizer.step(). Write scaler.step(optimizer) and "
+                "scaler.update() in its place. If the loss is not scaled, leave out "
+                "grad_scaler=scaler."
+            )
+        if math.isclose(removed, scale**2, rel_tol=_SAME):
+            raise RuntimeError(
+                f"The gradient was divided by the loss scale, {scale:g}, twice: "
+                "scaler.unscale_() got the optimizer inside, and scaler.step() the one "
+                "that attach() or AdaScale() returned. Pass that one to both."
+            )
+
+    def _check_unknown(self, removed: float) -> None:
+        """Raise if two steps have divided the gradient by the same large power of 2."""
+        halvings = round(math.log2(removed))
+        if halvings < _LEAST_HALVINGS or not math.isclose(
+            removed, 2.0**halvings, rel_tol=_SAME
+        ):
+            self._left = 0
+            return
+        if self._left == 0:
+            raise RuntimeError(
+                f"The gradient was divided by {2**halvings} between the last backward "
+                "pass and step(): a GradScaler scales the loss. Its scale changes as "
+                "training goes on, and the gain would be wrong then. Pass the scaler: "
+                "attach(..., grad_scaler=scaler), or AdaScale(..., grad_scaler=scaler)."
+            )
+
+
+# ---- a scheduler of the loop's -------------------------------------------------------
+
+_LOOKS = (10, 100, 1000)
+"""Steps after which a loop's scheduler is looked at for :data:`_LOOKED_AT` steps."""
+_LOOKED_AT = 10
+
+
+def warn_of_steps_counted(wrapper: Any) -> None:
+    """Warn once if the loop calls ``scheduler.step()`` once in each optimizer step, as
+    without AdaScale, while τ advances by more.
+
+    Args:
+        wrapper: An AdaScale whose loop drives the schedule.
+    """
+    taken = 0
+    before: tuple[float, dict[int, int]] = (0.0, {})
+
+    def after(around: Any, *_: object) -> None:
+        nonlocal taken, before
+        taken += 1
+        if taken in _LOOKS:
+            before = around.known_effective_steps, _calls_of_schedulers(around)
+            return
+        if taken - _LOOKED_AT not in _LOOKS:
+            return
+        if taken - _LOOKED_AT == _LOOKS[-1]:
+            hook.remove()
+        tau, calls = before
+        advance = around.known_effective_steps - tau
+        now = _calls_of_schedulers(around)
+        counted = any(now[each] - calls.get(each, 0) == _LOOKED_AT for each in now)
+        if not counted or advance < 1.2 * _LOOKED_AT:
+            return
+        hook.remove()
+        warn_on_first_worker(
+            f"scheduler.step() was called {_LOOKED_AT} times in {_LOOKED_AT} optimizer "
+            f"steps, which were worth {advance:.1f} steps of the base batch. The "
+            "learning rates of AdaScale are those of step τ, and training ends at τ ≥ "
+            "T. Call it until its count is τ: while scheduler.last_epoch < "
+            "min(int(optimizer.effective_steps), T): scheduler.step(). "
+            "TauSchedule(optimizer, scheduler, 'step', total_steps=T) does so by "
+            "itself. If the schedule was made for fewer steps on purpose, it is right."
+        )
+
+    hook = wrapper.register_step_post_hook(after)
+
+
+def _calls_of_schedulers(wrapper: Any) -> dict[int, int]:
+    """Return how often each scheduler of an optimizer was stepped, by its id. torch's
+    schedulers refer to their optimizer, and not the other way round.
+    """
+    optimizers = (wrapper, wrapper.wrapped)
+    return {
+        id(each): each.last_epoch
+        for each in gc.get_objects()
+        if issubclass(type(each), LRScheduler)
+        and any(
+            getattr(each, "optimizer", None) is optimizer for optimizer in optimizers
+        )
+        and isinstance(getattr(each, "last_epoch", None), int)
+    }
 
 
 # ---- steps of the wrapped optimizer --------------------------------------------------

@@ -410,7 +410,7 @@ def test_the_first_skipped_step_of_a_loop_of_ones_own_is_warned_of(
         torch.optim.SGD(model.parameters(), lr=0.1, fused=fused),
         scale=2.0,
         num_gradients_to_accumulate=2,
-        grad_scaler=torch.amp.GradScaler("cpu", enabled=scaler),
+        grad_scaler=torch.amp.GradScaler("cpu", init_scale=1.0, enabled=scaler),
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

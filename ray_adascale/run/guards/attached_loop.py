@@ -5,12 +5,15 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import fields
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ..._warn import warn_at_user, warn_on_first_worker
 from ...config import AdaScaleConfig
@@ -31,6 +34,8 @@ _OF_A_RUN = (
     "store_timeout_s",
 )
 """Settings that only a Run uses. With attach the user's loop does this work."""
+_PASSES = 10
+"""Passes whose inputs are looked at."""
 _LOOK_EVERY = 50
 """Steps from one look at the model's parameters to the next."""
 
@@ -146,6 +151,77 @@ def refuse_uncounted_passes(adascale: AdaScaleOptimizer, steps: int = 10) -> Non
 
     hook = watched.register_hook(begun)
     adascale.register_step_pre_hook(before)
+
+
+def warn_of_other_batch(model: nn.Module, examples: int) -> None:
+    """Warn once if the model gets micro-batches of another size than the settings say,
+    so that S would be wrong.
+
+    Args:
+        model: The model that the loop calls, without DistributedDataParallel.
+        examples: Those of a pass on one worker, by the settings.
+    """
+    watch = _InputSizes(examples)
+    watch.hook = model.register_forward_pre_hook(watch, with_kwargs=True)
+
+
+@dataclass
+class _InputSizes:
+    """Looks at the inputs of a model's first passes. A model can be saved and copied
+    with it.
+
+    Models name and arrange their inputs as they like. The warning comes if all tensors
+    of ten passes have other sizes in their first two dimensions, and the first dimension
+    of the first tensor stays the same.
+
+    Attributes:
+        expected: Examples of a pass.
+        sizes: The first dimension of the first tensor of each pass so far.
+        hook: Removes this object from the model.
+    """
+
+    expected: int
+    sizes: list[int] = field(default_factory=list)
+    hook: RemovableHandle | None = None
+
+    def __call__(self, module: nn.Module, args: Any, named: Any) -> None:
+        if torch.compiler.is_compiling() or not (
+            module.training and torch.is_grad_enabled()
+        ):
+            return
+        shapes = [each.shape[:2] for each in _tensors((args, named)) if each.dim()]
+        if not shapes or any(self.expected in shape for shape in shapes):
+            self._remove()
+            return
+        self.sizes.append(shapes[0][0])
+        if len(self.sizes) < _PASSES:
+            return
+        self._remove()
+        size, times = Counter(self.sizes).most_common(1)[0]
+        # 1: a row of packed sequences; changing sizes: nodes of graphs
+        if size > 1 and times >= 0.8 * _PASSES:
+            warn_on_first_worker(
+                f"The model gets {size} examples in a pass, and the settings say "
+                f"{self.expected}, so S and the gain would be those of another batch. "
+                f"Set AdaScaleConfig(per_worker_batch_size={size}), or the loader's "
+                f"batch_size={self.expected}. If an example has several rows of the "
+                "input, it is right."
+            )
+
+    def _remove(self) -> None:
+        if self.hook is not None:
+            self.hook.remove()
+
+
+def _tensors(inputs: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a model's inputs, in order, also from lists and dicts."""
+    if isinstance(inputs, torch.Tensor):
+        yield inputs
+    elif isinstance(inputs, Mapping):
+        yield from _tensors([*inputs.values()])
+    elif isinstance(inputs, list | tuple):
+        for each in inputs:
+            yield from _tensors(each)
 
 
 def warn_of_no_gradient(wrapped: Optimizer) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -88,3 +90,99 @@ def test_a_declared_clipping_that_the_loop_leaves_out_is_warned_of_once(
     if not clips:
         assert "clips nothing" in str(caught[0].message)
         assert "clip_grad_norm_(model.parameters(), 0.01)" in str(caught[0].message)
+
+
+def sizes_warned_of(
+    *shapes: tuple[int, ...],
+    passes: int = 12,
+    arrange: Callable[[torch.Tensor], tuple[tuple[object, ...], dict[str, object]]],
+    training: bool = True,
+) -> list[str]:
+    """The warnings of passes with inputs of some shapes, in turn, by settings of 4
+    examples a pass.
+    """
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, *inputs: object, **named: object) -> torch.Tensor:
+            return self.weight.sum()
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attach(model, optimizer, None, settings(40, per_worker_batch_size=BATCH))
+    model.train(training)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for i in range(passes):
+            inputs, named = arrange(torch.zeros(shapes[i % len(shapes)]))
+            model(*inputs, **named)
+    return [str(each.message) for each in caught]
+
+
+def alone(x: torch.Tensor) -> tuple[tuple[object, ...], dict[str, object]]:
+    return (x,), {}
+
+
+@pytest.mark.parametrize(
+    "arrange",
+    [
+        alone,
+        lambda x: ((), {"input_ids": x, "labels": x[:, 0]}),
+        lambda x: (([x, x], 3), {}),
+        lambda x: (({"a": {"b": x}},), {}),
+    ],
+    ids=["tensor", "named", "list", "dict"],
+)
+def test_micro_batches_of_another_size_than_the_settings_say_are_warned_of_once(
+    arrange: Callable[[torch.Tensor], tuple[tuple[object, ...], dict[str, object]]],
+) -> None:
+    assert BATCH == 4
+    (found,) = sizes_warned_of((8, 6), passes=30, arrange=arrange)
+    assert "gets 8 examples in a pass, and the settings say 4" in found
+    assert "per_worker_batch_size=8" in found
+    # the last batch of an epoch is smaller
+    assert len(sizes_warned_of(*[(8, 6)] * 9, (5, 6), arrange=arrange)) == 1
+    assert sizes_warned_of((8, 6), passes=9, arrange=arrange) == []
+    assert sizes_warned_of((8, 6), arrange=arrange, training=False) == []
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(4, 6)],
+        [(7, 4, 2)],  # sequences first
+        [(1, 6)],  # packed into one row
+        [(9,), (12,), (15,)],  # nodes of graphs
+        [()],
+        [(8, 3), (4, 3)],  # one pass with the size of the settings is enough
+    ],
+)
+def test_inputs_that_may_have_the_settings_examples_are_not_warned_of(
+    shapes: list[tuple[int, ...]],
+) -> None:
+    assert sizes_warned_of(*shapes, arrange=alone) == []
+
+
+def test_a_model_is_saved_copied_and_compiled_while_its_inputs_are_looked_at() -> None:
+    model, optimizer, scheduler = make(40)
+    attach(model, optimizer, scheduler, settings(40, per_worker_batch_size=2 * BATCH))
+    x = dataset(BATCH).tensors[0]
+    twin = copy.deepcopy(model)
+    kept = io.BytesIO()
+    torch.save(twin, kept)
+    kept.seek(0)
+    loaded = torch.load(kept, weights_only=False)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.no_grad():  # such a pass does not count
+            assert torch.equal(compiled(x), loaded(x))
+    for each in (twin, loaded):
+        for _ in range(9):
+            each(x)
+        with pytest.warns(UserWarning, match="gets 4 examples"):
+            each(x)
+        assert not each._forward_pre_hooks
