@@ -36,12 +36,13 @@ def around_own_step(step: _Step) -> _Step:
     # the hooks' arguments begin with the optimizer
     def call(*args: Any, **kwargs: Any) -> Any:
         self: Optimizer = args[0]
-        for before in self._optimizer_step_pre_hooks.values():
+        # copies: a hook may remove itself
+        for before in [*self._optimizer_step_pre_hooks.values()]:
             changed = before(self, args, kwargs)
             if changed is not None:
                 args, kwargs = changed
         result = step(*args, **kwargs)
-        for after in self._optimizer_step_post_hooks.values():
+        for after in [*self._optimizer_step_post_hooks.values()]:
             after(self, args, kwargs)
         return result
 

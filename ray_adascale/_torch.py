@@ -20,6 +20,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.amp.grad_scaler import OptState
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
@@ -359,3 +361,13 @@ def in_eval_mode(module: nn.Module) -> Iterator[None]:
         reshard(module)
         module.eval()
         yield
+
+
+def was_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
+    """Return whether a scaler has removed the loss scale from an optimizer's gradients
+    in this step, by ``scaler.unscale_()`` or at the beginning of ``scaler.step()``.
+
+    torch tells nobody. Without its private record this is False.
+    """
+    record = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer), {})
+    return record.get("stage") is OptState.UNSCALED

@@ -18,6 +18,7 @@ from ray_adascale._torch import (
     global_rank,
     is_dtensor,
     uncompiled,
+    was_unscaled,
 )
 
 from .pool import ProcessPool
@@ -102,3 +103,23 @@ def test_writes_in_place_are_counted() -> None:
     grad.add_(1)
     assert count_of_writes(grad) == before + 1
     assert count_of_writes(grad * 2) == 0
+
+
+def test_torchs_scaler_has_a_record_of_what_it_has_unscaled() -> None:
+    """A private one: without it AdaScale does not notice what was unscaled twice."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    assert not was_unscaled(scaler, optimizer)
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    scaler.unscale_(optimizer)
+    assert was_unscaled(scaler, optimizer)
+    assert not was_unscaled(scaler, other)
+    seen = []
+    other.register_step_pre_hook(lambda *_: seen.append(was_unscaled(scaler, other)))
+    scaler.step(other)
+    assert seen == [True]
+    scaler.step(optimizer)
+    scaler.update()
+    assert not was_unscaled(scaler, optimizer)

@@ -39,6 +39,12 @@ before.
 """
 
 
+class _Statistics(AdaScale):
+    """The AdaScale of a model whose loop steps the optimizer inside."""
+
+    _loop_steps_it = False
+
+
 class NoiseScale:
     """Gradient statistics of one model under the names of AdaptDL's
     ``GradientNoiseScale``; ``adp.gns``.
@@ -73,7 +79,7 @@ class NoiseScale:
         self.scale = self.accum_scale = accum_scale
         self.forward_passes = 0  # of the step under way
         self.variance_floor = float(variance_floor)
-        self.statistics = AdaScale(
+        self.statistics = _Statistics(
             optimizer,
             scale=accum_scale,
             smoothing=lambda plan: 0.999**plan.scale,

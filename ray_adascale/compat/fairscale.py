@@ -96,6 +96,9 @@ class AdaScale(AdaScaleOptimizer):
             or its sharding is not supported.
     """
 
+    _loop_steps_it = True
+    """Whether the user's loop steps this object, and drives the schedule by its τ."""
+
     @uncompiled
     def __init__(
         self,
@@ -158,7 +161,8 @@ class AdaScale(AdaScaleOptimizer):
         )
         if rule is None:
             _warn_of_betas(optimizer)
-        warn_of_steps_counted(self)
+        if self._loop_steps_it:
+            warn_of_steps_counted(self)
 
     @property
     def smoothing(self) -> float:

@@ -145,11 +145,12 @@ class Identity:
 
 _CAUSES = (
     "Either the model is not in DistributedDataParallel (gradients that the loop "
-    "averages by itself, as with all_reduce, can't be measured). Or gradients were "
-    "cleared or clipped between two passes of a step. Or something changes gradients "
-    "within the backward pass: a hook of register_post_accumulate_grad_hook or "
-    "register_multi_grad_hook, or a communication hook of DistributedDataParallel that "
-    "adds up. Use Tensor.register_hook, which is measured; or change gradients after "
-    "the step's last pass (is_last_pass). Or the model was cast, moved or given another "
-    "memory format after DistributedDataParallel was built: do so before."
+    "averages by itself, as with all_reduce, or weights, as with LocalSGD, can't be "
+    "measured). Or gradients were cleared or clipped between two passes of a step. Or "
+    "something changes gradients within the backward pass: a hook of "
+    "register_post_accumulate_grad_hook or register_multi_grad_hook, or a communication "
+    "hook of DistributedDataParallel that adds up. Use Tensor.register_hook, which is "
+    "measured; or change gradients after the step's last pass (is_last_pass). Or the "
+    "model was cast, moved or given another memory format after DistributedDataParallel "
+    "was built: do so before."
 )

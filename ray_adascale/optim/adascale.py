@@ -20,6 +20,7 @@ from ..batch import StepPlan
 from ..sharding.kinds import sharding_of
 from .algorithm import AdaScaleAlgorithm
 from .current_step import CurrentStep
+from .guards import check_unscaled_once
 from .next_state import AdaScaleState, Averaging
 from .rules import AdaScaleRule, ScalingRule
 from .saved_state import (
@@ -179,6 +180,7 @@ class AdaScaleOptimizer(OptimizerWrapper):
         elif called_to_make_state(self._optimizer):
             self._optimizer.step()
             return None
+        check_unscaled_once(self._current.grad_scaler, self, self._optimizer)
         self._algorithm.step()
         return loss
 

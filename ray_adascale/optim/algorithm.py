@@ -174,7 +174,7 @@ class AdaScaleAlgorithm:
         """
         self.synchronize()  # read the step before, which this one goes on from
         sums = self._current.summed()
-        if self._current.shows_gradients:
+        if self._loss_scale.left and self._current.shows_gradients:
             self._loss_scale.check(sums, [p.grad for p in self._current.params])
         self._plan = sums.plan
         self._declared = self._current.declared

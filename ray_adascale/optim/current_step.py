@@ -96,6 +96,7 @@ class CurrentStep:
         precondition: Maps (parameter, gradient) to the tensor that norms are taken of.
 
     Attributes:
+        grad_scaler: Scales the loss; None without one.
         declared: Plan of a full step.
         planned: The step's plan, as known so far.
         ended: Steps that have ended, with those that were left out.
@@ -128,7 +129,7 @@ class CurrentStep:
         self.sharding = sharding
         self.workers = workers
         self._averaging = averaging
-        self._grad_scaler = grad_scaler
+        self.grad_scaler = grad_scaler
         self._to_mean = to_mean
         self._precondition = precondition
         self._unchanged = UnchangedGradients()
@@ -269,7 +270,7 @@ class CurrentStep:
 
     @property
     def scales_loss(self) -> bool:
-        return self._grad_scaler is not None and self._grad_scaler.is_enabled()
+        return self.grad_scaler is not None and self.grad_scaler.is_enabled()
 
     def _notice_foreign(self) -> None:
         """Notice passes that nobody tells of also where there is no observer."""
@@ -759,10 +760,10 @@ class CurrentStep:
             self.replicated = own.get("c")
         if self._checked and not observer.sharded:
             own["reduced"] = observer.reduced_product().to(self.device).view(1)
-        if scaled and self._grad_scaler is not None and self.scales_loss:
+        if scaled and self.grad_scaler is not None and self.scales_loss:
             # scale(1) is the loss scale as a tensor; get_scale() would wait for the
             # device.
-            own["loss_scale"] = self._grad_scaler.scale(constant(1.0, self.device))
+            own["loss_scale"] = self.grad_scaler.scale(constant(1.0, self.device))
         self.unseen = ()
         if self.step.measured:
             self.unseen = observer.find_unseen()

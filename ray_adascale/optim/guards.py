@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .._torch import Versions, unwrapped_name, versions
+from .._torch import Versions, unwrapped_name, versions, was_unscaled
 from .._warn import warn_at_user, warn_on_first_worker
 from ..batch import StepPlan
 from ..chain import parts_of
@@ -284,23 +285,51 @@ def check_weights(plan: StepPlan, weights: Sequence[float]) -> None:
 
 # ---- the loss scale ------------------------------------------------------------------
 
+
+def check_unscaled_once(
+    scaler: GradScaler | None, wrapper: Optimizer, wrapped: Optimizer
+) -> None:
+    """Check that a scaler has not removed the loss scale twice, for AdaScale and for the
+    optimizer inside: an SGD would train with a gradient 65,536 times too small.
+
+    Raises:
+        RuntimeError: It has.
+    """
+    if (
+        scaler is not None
+        and was_unscaled(scaler, wrapped)
+        and was_unscaled(scaler, wrapper)
+    ):
+        raise RuntimeError(
+            "The loss scale was removed from the gradient twice: scaler.unscale_() got "
+            "the optimizer inside, and scaler.step() the one that attach() or "
+            "AdaScale() returned. Pass that one to both."
+        )
+
+
 _SAME = 1e-3
 """Largest relative difference between two norms of the same gradient."""
 _LEAST_HALVINGS = 8
-"""A gradient that two steps have divided by 2 at least this often was unscaled."""
+"""Halvings of a gradient from which on they are taken for those of a scaler."""
+_TRIES = 20
+"""Steps in which :class:`LossScale` waits for a gradient that is finite."""
 
 
 class LossScale:
-    """Checks in the first measured steps of a loop of the user's that the loss scale was
-    removed from the gradient, once, and that AdaScale knows of it.
+    """Looks in the first two measured steps of a loop of the user's whether the loss
+    scale was removed from the gradient, and whether AdaScale was given the scaler.
 
     Compares the gradient that the last backward pass has left with that of
-    ``step()``. Clipping makes the latter smaller, but not by just this factor.
+    ``step()``. A loop that clips has another one, and is not judged.
+
+    Attributes:
+        left: Steps to look at.
     """
 
     def __init__(self) -> None:
-        self._left = 2
-        self._halvings: float | None = None
+        self.left = 2
+        self._tries = _TRIES
+        self._removed_before: float | None = None
 
     def check(self, sums: StepSums, gradients: Sequence[Tensor | None]) -> None:
         """Look at a step before it is taken. Waits for the device.
@@ -310,116 +339,132 @@ class LossScale:
             gradients: Those that the optimizer steps with.
 
         Raises:
-            RuntimeError: The loss scale is still in the gradient, was removed twice, or
-                AdaScale does not know of it.
+            RuntimeError: The loss scale is still in the gradient.
         """
-        if self._left == 0 or not sums.measured:
+        if not sums.measured:
+            return
+        present = [g for g in gradients if g is not None]
+        if any(g.is_sparse for g in present):
+            self.left = 0  # their norm may be that of several entries of an element
             return
         measured = float(sums.numbers["c"].sum().sqrt()) / sums.plan.multiple_of_mean
-        dense = [g for g in gradients if g is not None and not g.is_sparse]
-        stepped = float(torch.nn.utils.get_total_norm(dense)) if dense else 0.0
+        stepped = float(torch.nn.utils.get_total_norm(present))
         if not (0 < measured < math.inf and 0 < stepped < math.inf):
-            return  # a skipped step
-        self._left -= 1
+            self._tries -= 1
+            self.left *= self._tries > 0
+            return
+        self.left -= 1
         removed = measured / stepped
-        if "loss_scale" not in sums.numbers:
-            self._check_unknown(removed)
-            return
-        scale = float(sums.numbers["loss_scale"][0])
-        if scale < 2**_LEAST_HALVINGS:
-            return
-        if math.isclose(removed, 1, rel_tol=_SAME):
+        if "loss_scale" in sums.numbers:
+            self._check_known(float(sums.numbers["loss_scale"][0]), removed)
+        else:
+            self._look_for_scaler(removed)
+
+    def _check_known(self, scale: float, removed: float) -> None:
+        """Raise if nothing was removed from a gradient with a loss scale."""
+        if scale >= 2**_LEAST_HALVINGS and math.isclose(removed, 1, rel_tol=_SAME):
             raise RuntimeError(
                 f"The scaler's loss scale, {scale:g}, was not removed from the gradient: "
                 "the loop calls optimizer.step(). Write scaler.step(optimizer) and "
                 "scaler.update() in its place. If the loss is not scaled, leave out "
                 "grad_scaler=scaler."
             )
-        if math.isclose(removed, scale**2, rel_tol=_SAME):
-            raise RuntimeError(
-                f"The gradient was divided by the loss scale, {scale:g}, twice: "
-                "scaler.unscale_() got the optimizer inside, and scaler.step() the one "
-                "that attach() or AdaScale() returned. Pass that one to both."
-            )
 
-    def _check_unknown(self, removed: float) -> None:
-        """Raise if two steps have divided the gradient by the same large power of 2."""
+    def _look_for_scaler(self, removed: float) -> None:
+        """Warn if each of two steps has divided the gradient by a large power of 2."""
         halvings = round(math.log2(removed))
+        power = 2.0**halvings
         if halvings < _LEAST_HALVINGS or not math.isclose(
-            removed, 2.0**halvings, rel_tol=_SAME
+            removed, power, rel_tol=_SAME
         ):
-            self._left = 0
-            return
-        if self._left == 0:
-            raise RuntimeError(
-                f"The gradient was divided by {2**halvings} between the last backward "
-                "pass and step(): a GradScaler scales the loss. Its scale changes as "
-                "training goes on, and the gain would be wrong then. Pass the scaler: "
-                "attach(..., grad_scaler=scaler), or AdaScale(..., grad_scaler=scaler)."
+            self.left = 0
+        elif self._removed_before is None:
+            self._removed_before = power
+        else:
+            divided = f"{self._removed_before:g}"
+            if power != self._removed_before:
+                divided += f" and {power:g}"
+            warn_on_first_worker(
+                f"The gradient was divided by {divided} between the last backward pass "
+                "and step(), as by a GradScaler. Its scale changes as training goes "
+                "on, and the gain would be wrong then. Pass the scaler: attach(..., "
+                "grad_scaler=scaler), or AdaScale(..., grad_scaler=scaler). If the "
+                "loop divides by a number of its own, it is right."
             )
 
 
 # ---- a scheduler of the loop's -------------------------------------------------------
 
 _LOOKS = (10, 100, 1000)
-"""Steps after which a loop's scheduler is looked at for :data:`_LOOKED_AT` steps."""
+"""Steps after which a loop's schedulers are looked at for :data:`_LOOKED_AT` steps."""
 _LOOKED_AT = 10
 
 
 def warn_of_steps_counted(wrapper: Any) -> None:
     """Warn once if the loop calls ``scheduler.step()`` once in each optimizer step, as
-    without AdaScale, while τ advances by more.
+    without AdaScale, while τ advances by more. Waits for nothing.
 
     Args:
         wrapper: An AdaScale whose loop drives the schedule.
     """
     taken = 0
-    before: tuple[float, dict[int, int]] = (0.0, {})
+    tau = 0.0
+    found: list[weakref.ref[LRScheduler]] = []
+    calls: list[int] = []
 
     def after(around: Any, *_: object) -> None:
-        nonlocal taken, before
+        nonlocal taken, tau, found, calls
         taken += 1
         if taken in _LOOKS:
-            before = around.known_effective_steps, _calls_of_schedulers(around)
+            if taken == _LOOKS[0]:
+                found = [weakref.ref(each) for each in _schedulers_of(around)]
+            tau, calls = around.known_effective_steps, _calls(found)
             return
         if taken - _LOOKED_AT not in _LOOKS:
             return
-        if taken - _LOOKED_AT == _LOOKS[-1]:
-            hook.remove()
-        tau, calls = before
         advance = around.known_effective_steps - tau
-        now = _calls_of_schedulers(around)
-        counted = any(now[each] - calls.get(each, 0) == _LOOKED_AT for each in now)
-        if not counted or advance < 1.2 * _LOOKED_AT:
-            return
-        hook.remove()
-        warn_on_first_worker(
-            f"scheduler.step() was called {_LOOKED_AT} times in {_LOOKED_AT} optimizer "
-            f"steps, which were worth {advance:.1f} steps of the base batch. The "
-            "learning rates of AdaScale are those of step τ, and training ends at τ ≥ "
-            "T. Call it until its count is τ: while scheduler.last_epoch < "
-            "min(int(optimizer.effective_steps), T): scheduler.step(). "
-            "TauSchedule(optimizer, scheduler, 'step', total_steps=T) does so by "
-            "itself. If the schedule was made for fewer steps on purpose, it is right."
+        counted = any(
+            now - then == _LOOKED_AT
+            for then, now in zip(calls, _calls(found), strict=True)
         )
+        wrong = counted and advance >= 1.2 * _LOOKED_AT
+        if wrong or taken - _LOOKED_AT == _LOOKS[-1]:
+            hook.remove()
+        if wrong:
+            warn_on_first_worker(
+                f"scheduler.step() was called {_LOOKED_AT} times in {_LOOKED_AT} "
+                f"optimizer steps, which were worth {advance:.1f} steps of the base "
+                "batch. AdaScale's learning rate is that of the schedule at τ, times "
+                "the gain, and training ends at τ ≥ T. Call it until its count is τ: "
+                "while scheduler.last_epoch < min(int(optimizer.effective_steps), T): "
+                "scheduler.step(). TauSchedule(optimizer, scheduler, 'step', "
+                "total_steps=T) does so by itself. If the schedule was made for fewer "
+                "steps on purpose, it is right."
+            )
 
     hook = wrapper.register_step_post_hook(after)
 
 
-def _calls_of_schedulers(wrapper: Any) -> dict[int, int]:
-    """Return how often each scheduler of an optimizer was stepped, by its id. torch's
-    schedulers refer to their optimizer, and not the other way round.
+def _schedulers_of(wrapper: Any) -> list[LRScheduler]:
+    """Return the schedulers of an optimizer. torch's schedulers refer to their
+    optimizer, and not the other way round.
     """
     optimizers = (wrapper, wrapper.wrapped)
-    return {
-        id(each): each.last_epoch
+    return [
+        each
         for each in gc.get_objects()
         if issubclass(type(each), LRScheduler)
         and any(
             getattr(each, "optimizer", None) is optimizer for optimizer in optimizers
         )
-        and isinstance(getattr(each, "last_epoch", None), int)
-    }
+    ]
+
+
+def _calls(schedulers: Sequence[weakref.ref[LRScheduler]]) -> list[int]:
+    """Return how often each scheduler was stepped; -1 if it does not count, or is
+    gone.
+    """
+    return [getattr(each(), "last_epoch", -1) for each in schedulers]
 
 
 # ---- steps of the wrapped optimizer --------------------------------------------------

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler, MultiStepLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, MultiStepLR
 
 from ray_adascale import AdaScale, scaling_rules
 from ray_adascale.compat.adaptdl import AdaptiveDataParallel
@@ -422,6 +422,33 @@ def _group_added_later() -> None:
 
 def test_a_group_added_later_is_measured_too(pool: Any) -> None:
     pool(2).run(_group_added_later)
+
+
+def _scheduler_once_a_step() -> list[str]:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    adp = AdaptiveDataParallel(
+        model,
+        optimizer,
+        scaling_rule=scaling_rules.LinearScale(),
+        base_batch_size=4,
+        batch_size=8,
+    )
+    scheduler = LambdaLR(optimizer, lambda step: 0.999**step)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x, y in batches(30, 8):
+            optimizer.zero_grad()
+            F.cross_entropy(adp(x), y).backward()
+            optimizer.step()
+            scheduler.step()
+    return [str(each.message) for each in caught]
+
+
+def test_a_schedule_of_the_large_batch_is_right(pool: Any) -> None:
+    """The loop steps its own optimizer, which has no τ."""
+    for found in pool(1).run(_scheduler_once_a_step):
+        assert not any("scheduler.step()" in text for text in found)
 
 
 def _compiled_step() -> list[list[float]]:

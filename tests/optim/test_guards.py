@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from torch.amp import GradScaler
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LinearLR
 
-from ray_adascale import AdaScale, AdaScaleConfig, TauSchedule, attach
+from ray_adascale import AdaScale, TauSchedule
+from ray_adascale.optim import guards
 
 # ---- the loss scale ------------------------------------------------------------------
 
@@ -27,7 +30,9 @@ def scaled_loop(
     clip: float | None = None,
     steps: int = 3,
     init_scale: float = 65536.0,
+    growth_interval: int = 2000,
     fused: bool = False,
+    divides: bool = True,
 ) -> AdaScale:
     """A loop of two passes a step that scales its loss.
 
@@ -36,30 +41,34 @@ def scaled_loop(
         unscale: The optimizer whose gradients the loop unscales by itself: "adascale",
             "inside" or none.
         step: Who steps: "scaler" or "optimizer".
+        divides: The loop divides the losses by the passes, and AdaScale does not.
     """
     torch.manual_seed(1)
     model = nn.Linear(3, 1)
     inside = SGD(model.parameters(), lr=0.1, fused=fused)
-    scaler = GradScaler("cpu", init_scale=init_scale)
+    scaler = GradScaler("cpu", init_scale=init_scale, growth_interval=growth_interval)
     adascale = AdaScale(
         inside,
         scale=2.0,
         num_gradients_to_accumulate=2,
+        is_scaled_loss=divides,
         grad_scaler=scaler if given else None,
     )
     for _ in range(steps):
         for _ in range(2):
             loss = (model(torch.randn(4, 3)) - 1).square().mean()
-            scaler.scale(loss / 2).backward()
+            scaler.scale(loss / 2 if divides else loss).backward()
+        if not divides:
+            adascale.scale_grad_by_num_grads_to_accum()
         if unscale:
             scaler.unscale_(adascale if unscale == "adascale" else inside)
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         if step == "scaler":
             scaler.step(adascale)
+            scaler.update()
         else:
             adascale.step()
-        scaler.update()
         adascale.zero_grad()
     return adascale
 
@@ -75,30 +84,111 @@ def test_a_loss_scale_that_is_removed_once_is_right(
     assert adascale.steps == 3
 
 
-def test_a_gradient_that_is_unscaled_twice_ends_the_loop() -> None:
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_a_gradient_that_is_unscaled_twice_ends_the_loop(clip: float | None) -> None:
     """``scaler.unscale_`` of the optimizer inside, and ``scaler.step`` of AdaScale:
     SGD would train with a gradient 65,536 times too small.
     """
-    with pytest.raises(RuntimeError, match=r"65536, twice: .*Pass that one to both"):
-        scaled_loop(unscale="inside")
+    with pytest.raises(RuntimeError, match=r"twice: .*Pass that one to both"):
+        scaled_loop(unscale="inside", clip=clip)
 
 
-def test_a_step_past_the_scaler_ends_the_loop() -> None:
-    with pytest.raises(RuntimeError, match=r"not removed .*scaler\.step\(optimizer\)"):
-        scaled_loop(step="optimizer")
-
-
-def test_a_scaler_that_adascale_does_not_know_of_ends_the_loop_at_the_second_step() -> (
+def test_the_optimizer_inside_may_be_unscaled_if_adascale_steps_without_the_scaler() -> (
     None
 ):
-    assert scaled_loop(given=False, steps=1).steps == 1
-    with pytest.raises(RuntimeError, match=r"divided by 65536 .*grad_scaler=scaler"):
-        scaled_loop(given=False, steps=2)
+    assert scaled_loop(unscale="inside", step="optimizer", steps=1).steps == 1
 
 
-def test_a_gradient_that_a_loop_makes_smaller_by_another_number_is_its_own() -> None:
+def test_a_gradient_that_is_unscaled_twice_at_the_base_batch_ends_the_loop() -> None:
+    """Nothing is measured there."""
+    model = nn.Linear(3, 1)
+    inside = SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu")
+    adascale = AdaScale(inside, grad_scaler=scaler)
+    scaler.scale(model(torch.ones(1, 3)).sum()).backward()
+    scaler.unscale_(inside)
+    with pytest.raises(RuntimeError, match="twice"):
+        scaler.step(adascale)
+
+
+def test_a_step_past_the_scaler_ends_the_loop_and_past_a_small_scale_it_does_not() -> (
+    None
+):
+    with pytest.raises(RuntimeError, match=r"not removed .*scaler\.step\(optimizer\)"):
+        scaled_loop(step="optimizer")
+    assert scaled_loop(step="optimizer", init_scale=1.0).steps == 3
+
+
+def test_a_step_with_a_small_clipped_scaled_gradient_is_not_judged() -> None:
+    assert scaled_loop(step="optimizer", clip=0.01).steps == 3
+
+
+def test_the_sum_of_the_losses_is_compared_with_its_mean() -> None:
+    """With a sum the measured gradient is twice the mean: the scale is still seen."""
+    with pytest.raises(RuntimeError, match="not removed"):
+        scaled_loop(step="optimizer", divides=False)
+
+
+def test_a_scaler_that_adascale_was_not_given_is_warned_of_in_the_second_step(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    scaled_loop(given=False, steps=1)
+    assert not recwarn.list
+    scaled_loop(given=False, steps=4)
+    (found,) = recwarn.list
+    assert re.search("divided by 65536 between.*grad_scaler=scaler", str(found.message))
+
+
+def test_a_scaler_that_adascale_was_not_given_is_warned_of_as_its_scale_changes(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    scaled_loop(given=False, steps=4, growth_interval=1)
+    (found,) = recwarn.list
+    assert "divided by 65536 and 131072 between" in str(found.message)
+
+
+def test_a_gradient_that_a_loop_makes_smaller_by_another_number_is_its_own(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
     scaled_loop(given=False, clip=1e-7, unscale="adascale")
     scaled_loop(given=False, init_scale=16.0)
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("values", ["finite", "infinite"])
+def test_steps_are_looked_at_few_times(
+    values: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To look waits for the device."""
+    looks = []
+    norm = torch.nn.utils.get_total_norm
+
+    def counted(*args: Any, **named: Any) -> Any:
+        looks.append(1)
+        return norm(*args, **named) * (1 if values == "finite" else math.inf)
+
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", counted)
+    scaled_loop(steps=30)
+    assert len(looks) == (2 if values == "finite" else 20)
+
+
+def test_a_sparse_gradient_is_not_judged() -> None:
+    torch.manual_seed(1)
+    model = nn.EmbeddingBag(4, 2, sparse=True)
+    scaler = GradScaler("cpu")
+    adascale = AdaScale(
+        SGD(model.parameters(), lr=0.1),
+        scale=2.0,
+        num_gradients_to_accumulate=2,
+        grad_scaler=scaler,
+    )
+    for step in range(2):
+        for i in range(2):
+            ids = torch.tensor([[step, i, i]])
+            scaler.scale(model(ids).square().sum() / 2).backward()
+        adascale.step()
+        adascale.zero_grad()
+    assert adascale.steps == 2
 
 
 # ---- a scheduler of the loop's -------------------------------------------------------
@@ -136,6 +226,11 @@ def train(
     return [str(each.message) for each in caught]
 
 
+def hooks_after(adascale: AdaScale) -> int:
+    """The hooks that look after each step."""
+    return len(adascale._optimizer_step_post_hooks)
+
+
 def once_a_step(_: AdaScale, scheduler: LambdaLR) -> None:
     scheduler.step()
 
@@ -153,6 +248,29 @@ def test_a_scheduler_that_counts_optimizer_steps_is_warned_of_once(
     assert len(found) == 1
     assert "called 10 times in 10 optimizer steps, which were worth" in found[0]
     assert "int(optimizer.effective_steps)" in found[0]
+
+
+def test_other_hooks_of_a_step_go_on_after_the_last_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The hook that looks removes itself, within a step that has further ones."""
+    monkeypatch.setattr(guards, "_LOOKS", (10,))
+    seen: list[int] = []
+
+    def drive(adascale: AdaScale, scheduler: LambdaLR) -> None:
+        by_tau(adascale, scheduler)
+        if not seen:
+            adascale.register_step_post_hook(lambda *_: seen.append(2))
+            seen.append(1)
+
+    assert train(30, drive) == []
+    assert seen == [1, *[2] * 29]
+    left = []
+    train(19, lambda adascale, _: left.append(hooks_after(adascale)))
+    assert left == [1] * 19
+    train(20, lambda adascale, _: left.append(hooks_after(adascale)))
+    assert left[19:] == [*[1] * 19, 0]
+    assert len(train(30, once_a_step)) == 1
 
 
 @pytest.mark.parametrize("steps", [19, 20])
@@ -205,35 +323,22 @@ def test_parts_of_a_chained_scheduler_count() -> None:
         loop()
 
 
-def test_what_attach_returns_and_tau_schedule_step_by_tau(
-    recwarn: pytest.WarningsRecorder,
-) -> None:
+def test_a_tau_schedule_steps_by_tau(recwarn: pytest.WarningsRecorder) -> None:
     torch.manual_seed(1)
     model = nn.Linear(3, 1)
     optimizer = SGD(model.parameters(), lr=0.001)
-    attached, schedule = attach(
-        model,
-        optimizer,
+    adascale = AdaScale(optimizer, scale=4.0, num_gradients_to_accumulate=4)
+    schedule = TauSchedule(
+        adascale,
         LambdaLR(optimizer, lambda step: 0.999**step),
-        AdaScaleConfig(
-            base_batch_size=1,
-            per_worker_batch_size=1,
-            accumulation=4,
-            total_steps=1000,
-            scheduler_unit="step",
-        ),
+        "step",
+        total_steps=1000,
     )
-    optimizer = SGD(model.parameters(), lr=0.001)
-    bare = AdaScale(optimizer, scale=4.0, num_gradients_to_accumulate=4)
-    driven = TauSchedule(
-        bare, LambdaLR(optimizer, lambda step: 0.999**step), "step", total_steps=1000
-    )
-    for each, of in ((attached, schedule), (bare, driven)):
-        for _ in range(30):
-            for _ in range(4):
-                (model(torch.randn(1, 3)) - 1).square().mean().div(4).backward()
-            each.step()
-            each.zero_grad()
-            of.step()
-        assert math.isclose(of.last_epoch, each.effective_steps, abs_tol=1)
-    assert not [each for each in recwarn if "optimizer steps" in str(each.message)]
+    for _ in range(30):
+        for _ in range(4):
+            (model(torch.randn(1, 3)) - 1).square().mean().div(4).backward()
+        adascale.step()
+        adascale.zero_grad()
+        schedule.step()
+    assert math.isclose(schedule.last_epoch, adascale.effective_steps, abs_tol=1)
+    assert not recwarn.list

@@ -163,7 +163,7 @@ def attach(
     )
     schedule.plan = plan
     attached_loop.warn_of_no_gradient(adascale.wrapped)
-    attached_loop.warn_of_other_batch(bare, plan.largest_pass)
+    attached_loop.warn_of_other_batch(bare, schedule)
     attached_loop.refuse_changed_model(bare, adascale)
     attached_loop.refuse_plain_state(adascale)
     if config.grad_clip is not None and math.isfinite(float(config.grad_clip)):

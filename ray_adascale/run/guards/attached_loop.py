@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..._warn import warn_at_user, warn_on_first_worker
 from ...config import AdaScaleConfig
 from ...optim.adascale import AdaScaleOptimizer
 from ...optim.saved_state import without_tensors
+from ...optim.tau_schedule import TauSchedule
 from .users_model import UsersModel
 
 _OF_A_RUN = (
@@ -34,8 +36,10 @@ _OF_A_RUN = (
     "store_timeout_s",
 )
 """Settings that only a Run uses. With attach the user's loop does this work."""
-_PASSES = 10
-"""Passes whose inputs are looked at."""
+_STEPS = 10
+"""Steps whose inputs are looked at."""
+_MOST_CALLS = 1000
+"""Calls of the model without a step, after which nobody looks any more."""
 _LOOK_EVERY = 50
 """Steps from one look at the model's parameters to the next."""
 
@@ -153,75 +157,117 @@ def refuse_uncounted_passes(adascale: AdaScaleOptimizer, steps: int = 10) -> Non
     adascale.register_step_pre_hook(before)
 
 
-def warn_of_other_batch(model: nn.Module, examples: int) -> None:
+def warn_of_other_batch(model: nn.Module, schedule: TauSchedule) -> None:
     """Warn once if the model gets micro-batches of another size than the settings say,
-    so that S would be wrong.
+    so that S would be wrong. The first ten steps look.
 
     Args:
         model: The model that the loop calls, without DistributedDataParallel.
-        examples: Those of a pass on one worker, by the settings.
+        schedule: Has the plan of a step, which a client may change.
     """
-    watch = _InputSizes(examples)
-    watch.hook = model.register_forward_pre_hook(watch, with_kwargs=True)
+    if isinstance(model, torch.jit.ScriptModule):
+        return  # has no hooks
+    sizes = _InputSizes()
+    sizes.handle = model.register_forward_pre_hook(sizes, with_kwargs=True)
+    followed = weakref.ref(schedule)
+    steps = 0
+
+    def before(*_: object) -> None:
+        nonlocal steps
+        steps += 1
+        plan = getattr(followed(), "plan", None)
+        if plan is None:
+            stop()
+            return
+        expected = plan.largest_pass
+        right = expected == 1 or any(expected in each for each in sizes.of_step)
+        # a call may be a part of a pass
+        unknown = sizes.unknown or len(sizes.of_step) != plan.passes
+        if right or unknown:
+            stop()
+            return
+        sizes.first += [each[0] for each in sizes.of_step]
+        sizes.of_step.clear()
+        if steps < _STEPS:
+            return
+        stop()
+        size, times = Counter(sizes.first).most_common(1)[0]
+        # 1: a row of packed sequences. Sizes that change: nodes of graphs
+        if size > 1 and times >= 0.8 * len(sizes.first):
+            warn_on_first_worker(
+                f"The model gets {size} examples in a pass, and the settings say "
+                f"{expected}, so S and the gain would be those of another batch. Set "
+                f"AdaScaleConfig(per_worker_batch_size={size}), or the loader's "
+                f"batch_size={expected}. If the settings count something else than "
+                "rows of the input, such as tokens, they are right."
+            )
+
+    def stop() -> None:
+        sizes.remove()
+        hook.remove()
+
+    hook = schedule.optimizer.register_step_pre_hook(before)
 
 
 @dataclass
 class _InputSizes:
-    """Looks at the inputs of a model's first passes. A model can be saved and copied
-    with it.
-
-    Models name and arrange their inputs as they like. The warning comes if all tensors
-    of ten passes have other sizes in their first two dimensions, and the first dimension
-    of the first tensor stays the same.
+    """Notes how many examples the inputs of a model may have, in its training passes.
+    Models name and arrange their inputs as they like.
 
     Attributes:
-        expected: Examples of a pass.
-        sizes: The first dimension of the first tensor of each pass so far.
-        hook: Removes this object from the model.
+        of_step: For each call since the last step the sizes of the first two dimensions
+            of each tensor, and their products.
+        first: The first size of each call in the steps before.
+        unknown: Whether an input was arranged in an unknown way.
+        handle: Removes this object from the model, which can be saved and copied with
+            it.
     """
 
-    expected: int
-    sizes: list[int] = field(default_factory=list)
-    hook: RemovableHandle | None = None
+    of_step: list[list[int]] = field(default_factory=list)
+    first: list[int] = field(default_factory=list)
+    unknown: bool = False
+    handle: RemovableHandle | None = None
 
     def __call__(self, module: nn.Module, args: Any, named: Any) -> None:
         if torch.compiler.is_compiling() or not (
             module.training and torch.is_grad_enabled()
         ):
             return
-        shapes = [each.shape[:2] for each in _tensors((args, named)) if each.dim()]
-        if not shapes or any(self.expected in shape for shape in shapes):
-            self._remove()
+        tensors = _tensors([*args, *named.values()])
+        if not tensors:
+            self.unknown = True
             return
-        self.sizes.append(shapes[0][0])
-        if len(self.sizes) < _PASSES:
-            return
-        self._remove()
-        size, times = Counter(self.sizes).most_common(1)[0]
-        # 1: a row of packed sequences; changing sizes: nodes of graphs
-        if size > 1 and times >= 0.8 * _PASSES:
-            warn_on_first_worker(
-                f"The model gets {size} examples in a pass, and the settings say "
-                f"{self.expected}, so S and the gain would be those of another batch. "
-                f"Set AdaScaleConfig(per_worker_batch_size={size}), or the loader's "
-                f"batch_size={self.expected}. If an example has several rows of the "
-                "input, it is right."
-            )
+        shapes = [each.shape[:2] for each in tensors]
+        self.of_step.append(
+            [size for shape in shapes for size in (*shape, shape.numel())]
+        )
+        if len(self.of_step) > _MOST_CALLS:
+            self.remove()  # the loop steps another optimizer
 
-    def _remove(self) -> None:
-        if self.hook is not None:
-            self.hook.remove()
+    def remove(self) -> None:
+        """Remove this object from its model."""
+        if self.handle is not None:
+            self.handle.remove()
 
 
-def _tensors(inputs: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a model's inputs, in order, also from lists and dicts."""
-    if isinstance(inputs, torch.Tensor):
-        yield inputs
-    elif isinstance(inputs, Mapping):
-        yield from _tensors([*inputs.values()])
-    elif isinstance(inputs, list | tuple):
-        for each in inputs:
-            yield from _tensors(each)
+def _tensors(inputs: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the tensors of a model's inputs, also those in dicts; none if there is a
+    list or a nested tensor, whose length may be the number of examples.
+    """
+    found: list[torch.Tensor] = []
+    for each in inputs:
+        if isinstance(each, Mapping):
+            inside = _tensors([*each.values()])
+            if each and not inside:
+                return []
+            found += inside
+        elif isinstance(each, list | tuple) or (
+            isinstance(each, torch.Tensor) and each.is_nested
+        ):
+            return []
+        elif isinstance(each, torch.Tensor) and each.dim():
+            found.append(each)
+    return found
 
 
 def warn_of_no_gradient(wrapped: Optimizer) -> None:

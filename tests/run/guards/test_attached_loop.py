@@ -10,7 +10,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ray_adascale import EarlyStop, attach
+from ray_adascale import AdaScaleConfig, EarlyStop, attach
+from ray_adascale.integrations.client import follow_batch
 
 from ...integrations.problem import BATCH, dataset, loss_of, make, settings
 
@@ -92,37 +93,63 @@ def test_a_declared_clipping_that_the_loop_leaves_out_is_warned_of_once(
         assert "clip_grad_norm_(model.parameters(), 0.01)" in str(caught[0].message)
 
 
+Arranged = tuple[tuple[object, ...], dict[str, object]]
+
+
+class AnyInputs(torch.nn.Module):
+    """A model that takes any inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, *inputs: object, **named: object) -> torch.Tensor:
+        return self.weight.sum()
+
+
 def sizes_warned_of(
     *shapes: tuple[int, ...],
-    passes: int = 12,
-    arrange: Callable[[torch.Tensor], tuple[tuple[object, ...], dict[str, object]]],
+    steps: int = 12,
+    arrange: Callable[[torch.Tensor], Arranged],
     training: bool = True,
+    examples: int = BATCH,
+    calls: int = 1,
+    compiled: bool = False,
 ) -> list[str]:
-    """The warnings of passes with inputs of some shapes, in turn, by settings of 4
-    examples a pass.
+    """The warnings of a loop.
+
+    Args:
+        shapes: Those of the inputs, in turn.
+        steps: Optimizer steps.
+        arrange: Makes the model's arguments of an input.
+        training: Whether the model is in training mode.
+        examples: Of a pass, by the settings.
+        calls: Of the model, in a step of one pass.
+        compiled: Whether the loop calls a compiled model.
     """
-
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(1))
-
-        def forward(self, *inputs: object, **named: object) -> torch.Tensor:
-            return self.weight.sum()
-
-    model = Model()
+    model = AnyInputs()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    attach(model, optimizer, None, settings(40, per_worker_batch_size=BATCH))
+    config = AdaScaleConfig(
+        base_batch_size=examples, total_steps=40, per_worker_batch_size=examples
+    )
+    adascale, _ = attach(model, optimizer, None, config)
     model.train(training)
+    called = (
+        torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for i in range(passes):
+        for i in range(steps):
             inputs, named = arrange(torch.zeros(shapes[i % len(shapes)]))
-            model(*inputs, **named)
+            sum(called(*inputs, **named) for _ in range(calls)).backward()
+            adascale.step()
+            adascale.zero_grad()
+    if steps >= 10:
+        assert not model._forward_pre_hooks
     return [str(each.message) for each in caught]
 
 
-def alone(x: torch.Tensor) -> tuple[tuple[object, ...], dict[str, object]]:
+def alone(x: torch.Tensor) -> Arranged:
     return (x,), {}
 
 
@@ -131,21 +158,20 @@ def alone(x: torch.Tensor) -> tuple[tuple[object, ...], dict[str, object]]:
     [
         alone,
         lambda x: ((), {"input_ids": x, "labels": x[:, 0]}),
-        lambda x: (([x, x], 3), {}),
+        lambda x: ((x, x, 3), {"flag": None}),
         lambda x: (({"a": {"b": x}},), {}),
     ],
-    ids=["tensor", "named", "list", "dict"],
+    ids=["tensor", "named", "several", "dict"],
 )
 def test_micro_batches_of_another_size_than_the_settings_say_are_warned_of_once(
-    arrange: Callable[[torch.Tensor], tuple[tuple[object, ...], dict[str, object]]],
+    arrange: Callable[[torch.Tensor], Arranged],
 ) -> None:
-    assert BATCH == 4
-    (found,) = sizes_warned_of((8, 6), passes=30, arrange=arrange)
+    (found,) = sizes_warned_of((8, 6), steps=30, arrange=arrange)
     assert "gets 8 examples in a pass, and the settings say 4" in found
     assert "per_worker_batch_size=8" in found
     # the last batch of an epoch is smaller
     assert len(sizes_warned_of(*[(8, 6)] * 9, (5, 6), arrange=arrange)) == 1
-    assert sizes_warned_of((8, 6), passes=9, arrange=arrange) == []
+    assert sizes_warned_of((8, 6), steps=9, arrange=arrange) == []
     assert sizes_warned_of((8, 6), arrange=arrange, training=False) == []
 
 
@@ -166,23 +192,57 @@ def test_inputs_that_may_have_the_settings_examples_are_not_warned_of(
     assert sizes_warned_of(*shapes, arrange=alone) == []
 
 
-def test_a_model_is_saved_copied_and_compiled_while_its_inputs_are_looked_at() -> None:
+def test_what_is_no_batch_in_one_tensor_is_not_warned_of() -> None:
+    # images of several sizes, and their boxes, as torchvision's detectors get them
+    detection = sizes_warned_of(
+        (3, 9, 9), arrange=lambda x: (([x] * 4, [{"boxes": x[0]}] * 4), {})
+    )
+    nested = sizes_warned_of(
+        (3, 9), arrange=lambda x: ((torch.nested.nested_tensor([x, x]),), {})
+    )
+    nested = [text for text in nested if "examples" in text]  # torch has a warning
+    in_tokens = sizes_warned_of((8, 16), arrange=alone, examples=128)
+    without_a_batch = sizes_warned_of((9,), arrange=alone, examples=1)
+    in_chunks = sizes_warned_of((2, 6), arrange=alone, calls=2)
+    compiled = sizes_warned_of((8, 6), arrange=alone, compiled=True)
+    assert [detection, nested, in_tokens, without_a_batch, in_chunks, compiled] == [
+        []
+    ] * 6
+
+
+def test_the_size_of_a_pass_may_change_after_attach() -> None:
+    """Clients call it with the settings, and follow the loader later."""
+    model, optimizer, scheduler = make(40)
+    config = settings(40, per_worker_batch_size=2 * BATCH, accumulation=2)
+    adascale, schedule = attach(model, optimizer, scheduler, config)
+    follow_batch(schedule, passes=2, per_worker_batch_size=BATCH)
+    batches = torch.utils.data.DataLoader(dataset(24 * BATCH), batch_size=BATCH)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for i, batch in enumerate(batches):
+            (loss_of(model, batch) / 2).backward()
+            if i % 2:
+                adascale.step()
+                adascale.zero_grad()
+    assert adascale.steps == 12
+
+
+def test_a_model_is_saved_copied_and_scripted_while_its_inputs_are_looked_at() -> None:
     model, optimizer, scheduler = make(40)
     attach(model, optimizer, scheduler, settings(40, per_worker_batch_size=2 * BATCH))
     x = dataset(BATCH).tensors[0]
-    twin = copy.deepcopy(model)
     kept = io.BytesIO()
-    torch.save(twin, kept)
+    torch.save(copy.deepcopy(model), kept)
     kept.seek(0)
     loaded = torch.load(kept, weights_only=False)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(model(x), loaded(x))
+    for _ in range(1001):  # no step of AdaScale comes
+        loaded(x)
+    assert not loaded._forward_pre_hooks
+    assert model._forward_pre_hooks
+
+    model, optimizer, scheduler = make(40)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with torch.no_grad():  # such a pass does not count
-            assert torch.equal(compiled(x), loaded(x))
-    for each in (twin, loaded):
-        for _ in range(9):
-            each(x)
-        with pytest.warns(UserWarning, match="gets 4 examples"):
-            each(x)
-        assert not each._forward_pre_hooks
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(model)
+    attach(scripted, optimizer, scheduler, settings(40))
