@@ -216,7 +216,7 @@ def draw_run(path: Path, steps: int = STEPS) -> None:
         8: {"color": "C0", "lw": 2.2},
     }
     for scale, style in styles.items():
-        rows = rows_of_run("adascale", (scale,), steps)
+        rows = rows_of_run("auto", (scale,), steps)
         name = "base run, S = 1" if scale == 1 else f"AdaScale, S = {scale}"
         scored = [row for row in rows if row.get("bits") is not None]
         bits = [row["bits"] for row in scored]
@@ -247,9 +247,9 @@ def draw_resize(path: Path, steps: int = STEPS) -> None:
         2, 1, sharex=True, figsize=(4.6, 4.8), layout="constrained"
     )
     runs = {
-        "base run, S = 1": ("adascale", (1,), {"color": "0.45", "lw": 1.4, "ls": "--"}),
+        "base run, S = 1": ("auto", (1,), {"color": "0.45", "lw": 1.4, "ls": "--"}),
         "LR unchanged": (UnscaledRule(), SCALES, {"color": "C4", "lw": 1.4}),
-        "AdaScale": ("adascale", SCALES, {"color": "C0", "lw": 2.6}),
+        "AdaScale": ("auto", SCALES, {"color": "C0", "lw": 2.6}),
     }
     for label, (rule, scales, style) in runs.items():
         rows = rows_of_run(rule, scales, steps)
@@ -312,7 +312,7 @@ def draw_forecast(path: Path, steps: int = STEPS) -> None:
 
 def draw_display(path: Path, steps: int = STEPS) -> None:
     """Draw the live display of a run with AdaScale at two thirds of its steps."""
-    rows = rows_of_run("adascale", (8,), steps)
+    rows = rows_of_run("auto", (8,), steps)
     row = rows[2 * len(rows) // 3]
     bits = [
         r["bits"]
@@ -341,7 +341,7 @@ def draw_report(path: Path, steps: int = STEPS) -> None:
     with tempfile.TemporaryDirectory() as folder:
         runs = [Path(folder, name) for name in ("base", "resized")]
         for run, scales in zip(runs, ((1,), (2, 8, 4)), strict=True):
-            rows_of_run("adascale", scales, steps, keep=run)
+            rows_of_run("auto", scales, steps, keep=run)
         page = Path(folder, "report.html")
         write_report([str(run) for run in runs], page)
         options = [
