@@ -62,6 +62,7 @@ def test_passes_of_one_worker(fused: bool) -> None:
     model = net()
     sgd = torch.optim.SGD(model.parameters(), lr=0.0, fused=fused)
     adascale = AdaScale(sgd, num_gradients_to_accumulate=2)
+    averages = []
     for step in range(STEPS):
         units = UNITS[step]
         adascale.sample_weights = [count / sum(units) for count in units]
@@ -72,7 +73,10 @@ def test_passes_of_one_worker(fused: bool) -> None:
         adascale.zero_grad()
         found = adascale.last_step.sigma2, adascale.last_step.mu2
         np.testing.assert_allclose(found, literal(units, step, 2.0), rtol=1e-6)
+        averages.append(adascale.average_moments())
     assert adascale.steps == STEPS
+    # a single sample is none
+    assert averages[0] == averages[1] == averages[2] != averages[3]
 
 
 def on_workers(sharding: str, every: int, fused: bool) -> list[tuple[float, float]]:
@@ -87,7 +91,7 @@ def on_workers(sharding: str, every: int, fused: bool) -> list[tuple[float, floa
     adascale = AdaScale(
         sgd, averaging_window=0.05, total_steps=1000, measure_every=every
     )
-    found = []
+    found, averages = [], []
     for step in range(STEPS):
         units = UNITS[step]
         w = units[rank] / sum(units)
@@ -97,7 +101,10 @@ def on_workers(sharding: str, every: int, fused: bool) -> list[tuple[float, floa
         adascale.step()
         adascale.zero_grad()
         found.append((adascale.last_step.sigma2, adascale.last_step.mu2))
+        averages.append(adascale.average_moments())
         assert not adascale.last_step.skipped
+    if every == 1:  # a single sample is none
+        assert averages[0] == averages[1] == averages[2] != averages[3]
     return found
 
 

@@ -398,6 +398,24 @@ def test_a_part_of_an_epoch_is_refused_and_whole_numbers_are_ignored() -> None:
         schedule.step(epoch=0.25)
 
 
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_the_clock_that_is_loaded_without_the_schedule_is_enough(name: str) -> None:
+    make = SCHEDULERS[name]
+    curve = base_curve(make)
+    model, optimizer, schedule = made(make)
+    data = iter(batches(200, 4))
+    while schedule.last_epoch < 8:
+        take(model, optimizer, [next(data), next(data)])
+    state = optimizer.state_dict()
+    model, optimizer, schedule = made(make)
+    optimizer.load_state_dict(state)
+    while not schedule.finished:
+        group, at = optimizer.param_groups[0], curve[int(optimizer.effective_steps)]
+        assert (group["lr"], group["momentum"]) == pytest.approx(at, rel=1e-12)
+        assert schedule.last_epoch == int(optimizer.effective_steps)
+        take(model, optimizer, [next(data), next(data)])
+
+
 def test_a_schedule_that_is_loaded_without_the_clock_is_refused() -> None:
     model, optimizer, schedule = made(SCHEDULERS["cosine"])
     data = iter(batches(200, 4))
