@@ -180,7 +180,8 @@ class AdaScaleOptimizer(OptimizerWrapper):
         elif called_to_make_state(self._optimizer):
             self._optimizer.step()
             return None
-        check_unscaled_once(self._current.grad_scaler, self, self._optimizer)
+        if self._current.grad_scaler is not None:
+            check_unscaled_once(self._current.grad_scaler, self, self._optimizer)
         self._algorithm.step()
         return loss
 

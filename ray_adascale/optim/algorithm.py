@@ -174,8 +174,8 @@ class AdaScaleAlgorithm:
         """
         self.synchronize()  # read the step before, which this one goes on from
         sums = self._current.summed()
-        if self._loss_scale.left and self._current.shows_gradients:
-            self._loss_scale.check(sums, [p.grad for p in self._current.params])
+        if self._loss_scale.left:
+            self._check_loss_scale(sums)
         self._plan = sums.plan
         self._declared = self._current.declared
         if self._on_device(sums):
@@ -183,6 +183,13 @@ class AdaScaleAlgorithm:
         else:
             self._step_on_host(self._estimate(sums, on_host=True))
         self._end_step()
+
+    def _check_loss_scale(self, sums: StepSums) -> None:
+        """Look at the gradient of one of the first steps of a loop of the user's."""
+        if self._current.shows_gradients:
+            self._loss_scale.check(sums, [p.grad for p in self._current.params])
+        else:
+            self._loss_scale.left = 0
 
     def _on_device(self, sums: StepSums) -> bool:
         """Whether a step needs none of its own numbers on the host."""

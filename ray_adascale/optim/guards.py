@@ -287,7 +287,7 @@ def check_weights(plan: StepPlan, weights: Sequence[float]) -> None:
 
 
 def check_unscaled_once(
-    scaler: GradScaler | None, wrapper: Optimizer, wrapped: Optimizer
+    scaler: GradScaler, wrapper: Optimizer, wrapped: Optimizer
 ) -> None:
     """Check that a scaler has not removed the loss scale twice, for AdaScale and for the
     optimizer inside: an SGD would train with a gradient 65,536 times too small.
@@ -295,11 +295,7 @@ def check_unscaled_once(
     Raises:
         RuntimeError: It has.
     """
-    if (
-        scaler is not None
-        and was_unscaled(scaler, wrapped)
-        and was_unscaled(scaler, wrapper)
-    ):
+    if was_unscaled(scaler, wrapped) and was_unscaled(scaler, wrapper):
         raise RuntimeError(
             "The loss scale was removed from the gradient twice: scaler.unscale_() got "
             "the optimizer inside, and scaler.step() the one that attach() or "
@@ -312,7 +308,7 @@ _SAME = 1e-3
 _LEAST_HALVINGS = 8
 """Halvings of a gradient from which on they are taken for those of a scaler."""
 _TRIES = 20
-"""Steps in which :class:`LossScale` waits for a gradient that is finite."""
+"""Steps in which :class:`LossScale` waits for a measured, finite gradient."""
 
 
 class LossScale:
@@ -341,6 +337,9 @@ class LossScale:
         Raises:
             RuntimeError: The loss scale is still in the gradient.
         """
+        self._tries -= 1
+        if self._tries == 0:
+            self.left = 0
         if not sums.measured:
             return
         present = [g for g in gradients if g is not None]
@@ -350,10 +349,8 @@ class LossScale:
         measured = float(sums.numbers["c"].sum().sqrt()) / sums.plan.multiple_of_mean
         stepped = float(torch.nn.utils.get_total_norm(present))
         if not (0 < measured < math.inf and 0 < stepped < math.inf):
-            self._tries -= 1
-            self.left *= self._tries > 0
-            return
-        self.left -= 1
+            return  # a skipped step
+        self.left = max(self.left - 1, 0)
         removed = measured / stepped
         if "loss_scale" in sums.numbers:
             self._check_known(float(sums.numbers["loss_scale"][0]), removed)
