@@ -40,7 +40,7 @@ before.
 
 
 class _Statistics(AdaScale):
-    """The AdaScale of a model whose loop steps the optimizer inside."""
+    """AdaScale behind the optimizer that an AdaptDL loop steps. The loop has no τ."""
 
     _loop_steps_it = False
 

@@ -219,8 +219,8 @@ class CurrentStep:
 
     @property
     def shows_gradients(self) -> bool:
-        """Whether a loop of the user's steps with whole gradients, of which the norms
-        were measured as they are.
+        """Whether the gradients of a user's loop can be compared with the measured
+        norms: they are not sharded, and the norms are Euclidean.
         """
         return (
             self.is_users_loop

@@ -415,7 +415,8 @@ def warn_of_steps_counted(wrapper: Any) -> None:
         if taken in _LOOKS:
             if taken == _LOOKS[0]:
                 found = [weakref.ref(each) for each in _schedulers_of(around)]
-            tau, calls = around.known_effective_steps, _calls(found)
+            tau = around.known_effective_steps
+            calls = _calls(found)
             return
         if taken - _LOOKED_AT not in _LOOKS:
             return

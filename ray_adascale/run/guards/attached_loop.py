@@ -37,7 +37,7 @@ _OF_A_RUN = (
 )
 """Settings that only a Run uses. With attach the user's loop does this work."""
 _STEPS = 10
-"""Steps whose inputs are looked at."""
+"""Optimizer steps in which the sizes of the model's inputs are noted."""
 _MOST_CALLS = 1000
 """Calls of the model without a step, after which nobody looks any more."""
 _LOOK_EVERY = 50
