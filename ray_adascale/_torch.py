@@ -363,7 +363,7 @@ def in_eval_mode(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def was_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
+def was_unscaled(scaler: GradScaler, optimizer: object) -> bool:
     """Return whether a scaler has removed the loss scale from an optimizer's gradients
     in this step, by ``scaler.unscale_()`` or at the beginning of ``scaler.step()``.
 

@@ -14,9 +14,11 @@ from torch.distributed.fsdp.sharded_grad_scaler import (
 )
 from torch.optim import Optimizer
 
+from .._torch import was_unscaled
 from ..sharding.kinds import sharding_of
 from ..sharding.kinds.sharding import Sharding
 from .adascale import AdaScaleOptimizer
+from .guards import UNSCALED_TWICE
 
 
 class _Target:
@@ -107,12 +109,21 @@ class ShardedGradScaler(_FSDPGradScaler):
             torch.amp.GradScaler.unscale_(self, target)
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call ``optimizer.step()``, unless a gradient is not finite on some worker."""
+        """Call ``optimizer.step()``, unless a gradient is not finite on some worker.
+
+        Raises:
+            RuntimeError: :meth:`unscale_` was called for the optimizer inside an
+                AdaScale.
+        """
         if not self.is_enabled():
             return optimizer.step(*args, **kwargs)
         target = self._finish_then_target(optimizer)
         if target is optimizer:
             return super().step(optimizer, *args, **kwargs)
+        if isinstance(optimizer, AdaScaleOptimizer):
+            inside = optimizer.wrapped
+            if was_unscaled(self, self._targets.get(inside, inside)):
+                raise RuntimeError(UNSCALED_TWICE)
         target.stepped = False
         result = super().step(target, *args, **kwargs)
         if isinstance(optimizer, AdaScaleOptimizer) and not target.stepped:

@@ -296,11 +296,15 @@ def check_unscaled_once(
         RuntimeError: It has.
     """
     if was_unscaled(scaler, wrapped) and was_unscaled(scaler, wrapper):
-        raise RuntimeError(
-            "The loss scale was removed from the gradient twice: scaler.unscale_() got "
-            "the optimizer inside, and scaler.step() the one that attach() or "
-            "AdaScale() returned. Pass that one to both."
-        )
+        raise RuntimeError(UNSCALED_TWICE)
+
+
+UNSCALED_TWICE = (
+    "The loss scale was removed from the gradient twice: scaler.unscale_() got the "
+    "optimizer inside, and scaler.step() the one that attach() or AdaScale() returned. "
+    "Pass that one to both."
+)
+"""Error message of :func:`check_unscaled_once` and of our own scaler."""
 
 
 _SAME = 1e-3

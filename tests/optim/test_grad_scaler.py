@@ -411,6 +411,24 @@ def test_a_step_that_a_scaler_leaves_out_is_known_as_skipped(
     assert optimizer.steps == 4
 
 
+def _unscaled_inside() -> str:
+    model = build()
+    inside = OSS(model.parameters(), SGD, lr=0.05)
+    adascale = AdaScale(inside)
+    ddp = ShardedDataParallel(model, inside)
+    scaler = ShardedGradScaler(device="cpu", **OPTIONS)
+    scaler.scale(ddp(batch(0)).pow(2).mean()).backward()
+    scaler.unscale_(inside)
+    with pytest.raises(RuntimeError) as caught:
+        scaler.step(adascale)
+    return str(caught.value)
+
+
+def test_a_sharded_gradient_that_is_unscaled_twice_ends_the_loop(pool: Pool) -> None:
+    for found in pool(2).run(_unscaled_inside):
+        assert "twice" in found
+
+
 def test_gradients_that_are_cleared_without_a_scaler_are_no_skipped_step() -> None:
     model = build()
     optimizer = AdaScale(

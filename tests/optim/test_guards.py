@@ -16,7 +16,7 @@ from torch.amp import GradScaler
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LinearLR
 
-from ray_adascale import AdaScale, TauSchedule
+from ray_adascale import AdaScale, ShardedGradScaler, TauSchedule
 from ray_adascale.optim import guards
 
 # ---- the loss scale ------------------------------------------------------------------
@@ -99,11 +99,14 @@ def test_the_optimizer_inside_may_be_unscaled_if_adascale_steps_without_the_scal
     assert scaled_loop(unscale="inside", step="optimizer", steps=1).steps == 1
 
 
-def test_a_gradient_that_is_unscaled_twice_at_the_base_batch_ends_the_loop() -> None:
+@pytest.mark.parametrize("kind", [GradScaler, ShardedGradScaler])
+def test_a_gradient_that_is_unscaled_twice_at_the_base_batch_ends_the_loop(
+    kind: type[GradScaler],
+) -> None:
     """Nothing is measured there."""
     model = nn.Linear(3, 1)
     inside = SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu")
+    scaler = kind(device="cpu")
     adascale = AdaScale(inside, grad_scaler=scaler)
     scaler.scale(model(torch.ones(1, 3)).sum()).backward()
     scaler.unscale_(inside)
