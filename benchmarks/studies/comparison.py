@@ -38,6 +38,8 @@ from bench import command_line
 MOST_PASSES = 8
 BASE = "AdaScale"
 """Name of the method of runs at S = 1, where all methods are the plain optimizer."""
+MEMORY = "m^√r"
+"""Name of the method that is the default rule for SGD with momentum."""
 
 
 # ---- methods and jobs ----------------------------------------------------------------
@@ -52,11 +54,13 @@ class Method:
         given_steps: Whether it is given the number of steps of another method's run, see
             :attr:`Comparison.paced_by`.
         about: Its LR factor and clock, for the page.
+        label: Its name on the page; empty: that of the comparison.
     """
 
     rule: Callable[[int | None], Any]
     given_steps: bool = False
     about: str = ""
+    label: str = ""
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,11 @@ class Comparison:
     own: str = "AdaScale"
     paced_by: str | None = None
     most_passes: int = MOST_PASSES
+
+    def label(self, name: str) -> str:
+        """Return the name of a method on the page."""
+        method = self.methods.get(name)
+        return method.label if method is not None and method.label else name
 
 
 # ---- one run -------------------------------------------------------------------------

@@ -153,7 +153,8 @@ def workload_table(plan: Plan, results: Results, workload: str) -> str:
                 if 0 < len(found) < len(plan.seeds)
                 else ""
             )
-            rows.append([f"{scale}", method + seeds, *cells(list(found.values()))])
+            name = plan.comparison.label(method) + seeds
+            rows.append([f"{scale}", name, *cells(list(found.values()))])
     head = [
         "S",
         "method",
@@ -195,7 +196,7 @@ def differences(plan: Plan, results: Results) -> list[tuple[str, int, str, Diffe
 
 def verdicts(plan: Plan, results: Results) -> str:
     """Return a table of all differences."""
-    found, name = differences(plan, results), plan.comparison.own
+    found, of = differences(plan, results), plan.comparison
     intervals = sum(math.isfinite(d.low) for *_, d in found)
     rows = [
         [
@@ -210,10 +211,10 @@ def verdicts(plan: Plan, results: Results) -> str:
     head = [
         "workload",
         "S",
-        *(f"against {a}" for a in ("S = 1", *plan.comparison.against)),
+        *(f"against {of.label(name)}" for name in ("S = 1", *of.against)),
     ]
     return (
-        f"By how much {name} is better (positive) or worse (negative) in the test "
+        f"By how much {of.label(of.own)} is better (positive) or worse (negative) in the test "
         "metric, paired by seed, with the 95 % interval of the mean. A difference is "
         f"called one where the interval doesn't hold 0. Of these {intervals} intervals "
         f"about {max(round(0.05 * intervals), 1)} would do so by chance alone.\n"
@@ -406,7 +407,7 @@ def picture_by_scale(plan: Plan, results: Results, page: Path) -> Path:
                     lw=1.2,
                     capsize=2,
                     color=f"C{number}",
-                    label=method,
+                    label=plan.comparison.label(method),
                 )
         base = seeds_of(plan, results, workload, 1, BASE).values()
         losses = [
@@ -529,7 +530,12 @@ def picture_of_one(
             "zorder": 2 + thick,
         }
         panel.errorbar(
-            xs, ys, errors, color=color, label=labels.get(method, method), **style
+            xs,
+            ys,
+            errors,
+            color=color,
+            label=labels.get(method, plan.comparison.label(method)),
+            **style,
         )
     panel.set(
         ylim=(None, limit), xticks=range(len(plan.scales)), xticklabels=plan.scales
@@ -567,7 +573,8 @@ def picture_by_tau(plan: Plan, results: Results, page: Path) -> Path:
                 )
         panel.set(xlabel="effective steps τ")
 
-    title = f"Test metric against effective steps, {plan.comparison.own}, each seed"
+    own = plan.comparison.label(plan.comparison.own)
+    title = f"Test metric against effective steps, {own}, each seed"
     return picture(plan, page, "curves", title, draw)
 
 

@@ -5,7 +5,7 @@ an unscaled LR end better than the base run.
     python benchmarks/studies/every_workload.py --report-only  write the page from the kept runs
 
 AdaScale has the default rule of the optimizer. For SGD with momentum that is m^√r,
-whose runs are those of ``momentum.py``; "fixed m" is the rule of the paper.
+"fixed m" is the rule of the paper.
 The workloads of ``forecast.py`` have other seeds in their base runs than in the scaled
 ones, so that the means are compared. The only runs of this script are those of the
 other methods on these workloads, with the seeds, steps and settings of a fixed m.
@@ -29,7 +29,7 @@ import forecast
 import momentum
 import optimizers
 import transfer
-from comparison import BASE, Plan, Result, Results, seeds_of
+from comparison import BASE, MEMORY, Plan, Result, Results, seeds_of
 from comparison_page import write_page
 from forecast_workloads import Case, cases
 from study import prepare_process, read_runs, run_all
@@ -394,7 +394,6 @@ def every_row() -> list[Row]:
         return comparison.read(ROOT / path)
 
     rows: list[Row] = []
-    further = kept(momentum.KEPT_FURTHER)
     for study, plan, path, names in (
         (
             "transfer",
@@ -412,10 +411,10 @@ def every_row() -> list[Row]:
         rows += rows_of(
             study,
             "SGD",
-            momentum.with_memory(plan),
-            {**kept(path), **further},
+            plan,
+            kept(path),
             {**names, FIXED: BASE},
-            momentum.MEMORY,
+            MEMORY,
         )
     rows += forecast_rows()
     names = {"LR × S": "LR × S", "LR × √S": "√S", "unscaled": "unscaled"}
@@ -430,7 +429,7 @@ def every_row() -> list[Row]:
                 questions.momentum,
                 results,
                 {**names, FIXED: BASE},
-                momentum.MEMORY,
+                MEMORY,
             )
         ran = {k: v for k, v in names.items() if v in plan.comparison.methods}
         rows += rows_of(name, of.title, plan, results, ran, own)

@@ -9,9 +9,9 @@ adascale_memory --runs benchmarks/studies/kept/forecast_memory.jsonl``. Those wi
 were made before the rule left such a momentum as it is (commit f218a3cc). The runs with
 a fixed m and further seeds, and at S = 64, are those of ``forecast.py --only run --runs
 benchmarks/studies/kept/momentum_fixed.jsonl --seeds 12 13 14``.
-The runs with a fixed m, and the base runs, are those of ``forecast.py``,
-``transfer.py`` and ``at_size.py``. This script makes the runs with m^√r on the last
-two's seven workloads, and all of the long ones.
+The other runs with a fixed m, the base runs, and those with m^√r on the other seven
+workloads are those of ``forecast.py``, ``transfer.py`` and ``at_size.py``. This script
+makes the long runs.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ import forecast
 import transfer
 from comparison import (
     BASE,
-    Job,
-    Method,
+    MEMORY,
     Plan,
     Result,
     Results,
@@ -46,7 +45,6 @@ from forecast_workloads import Case, cases
 from real_data import needs_data
 from study import prepare_process
 
-from ray_adascale import AdaScaleMemoryRule
 from ray_adascale.optim.rules import LEAST_MOMENTUM
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -60,17 +58,13 @@ AIMED = (16, 4)
 """The scales of the aim."""
 KEPT_FIXED = "benchmarks/studies/kept/momentum_fixed.jsonl"
 """Runs with a fixed m and the seeds that the study of forecasts has not."""
-KEPT_FURTHER = "benchmarks/studies/kept/momentum.jsonl"
-MEMORY = "m^√r"
+KEPT_LONG = "benchmarks/studies/kept/momentum.jsonl"
 LONG = "tabular"
 """The workload of the long runs."""
 LONG_STEPS = 20_000
 LONG_SCALE = 16
 MOST_EXAMPLES = 1.5
 """Examples over the base run's, up to which no workload should be worse."""
-DEAR = {("smiles", 64): 0, ("smiles", 4): 0}
-"""Seeds of runs that take many minutes; the others have :data:`SEEDS`."""
-SEEDS = 5
 LONG_SEEDS = 3
 
 
@@ -270,32 +264,24 @@ def aim(rows: list[Row], scale: int) -> str:
 # ---- the workloads of transfer.py and at_size.py, and the long run -------------------
 
 
-def with_memory(plan: Plan) -> Plan:
-    """Return a study's plan with m^√r as a further method."""
-    methods = {
-        **plan.comparison.methods,
-        MEMORY: Method(lambda steps: AdaScaleMemoryRule()),
-    }
-    return replace(plan, comparison=replace(plan.comparison, methods=methods))
-
-
 def studied() -> list[Plan]:
     """Return the plans of the two studies."""
-    return [
-        replace(with_memory(of.parse([])[1]), scales=(1, *SCALES))
-        for of in (transfer, at_size)
-    ]
+    return [replace(of.parse([])[1], scales=(1, *SCALES)) for of in (transfer, at_size)]
 
 
 def long_run(results: Results) -> Plan:
     """Return the plan of the long runs: a workload's tuned schedule, stretched."""
-    (plan,) = (each for each in studied() if LONG in each.workloads)
+    plan = transfer.parse([])[1]
     best = best_schedule(plan, results, LONG)
     assert best is not None, "The grid of transfer.py is kept."
     case = replace(plan.case(LONG), total_steps=LONG_STEPS, lrs=best[:1])
     return replace(
         plan,
-        comparison=replace(plan.comparison, cases={LONG: case}),
+        comparison=replace(
+            plan.comparison,
+            cases={LONG: case},
+            methods={name: plan.comparison.methods[name] for name in (BASE, MEMORY)},
+        ),
         workloads=(LONG,),
         scales=(1, LONG_SCALE),
         seeds=plan.seeds[:LONG_SEEDS],
@@ -306,51 +292,20 @@ def long_run(results: Results) -> Plan:
 
 def kept_runs() -> Results:
     """Return the kept runs of the two studies and of this one."""
-    paths = (transfer.KEPT, at_size.KEPT, KEPT_FURTHER)
+    paths = (transfer.KEPT, at_size.KEPT, KEPT_LONG)
     kept = [comparison.read(ROOT / path) for path in paths]
     return {job: result for of in kept for job, result in of.items()}
 
 
-def train(job: Job) -> Result:
-    """Run a job of the seven workloads or of the long run."""
-    (plan,) = (each for each in studied() if job.workload in each.workloads)
-    return comparison.train(plan.comparison, job)
-
-
-def further_rounds(kept: Results, results: Results) -> Rounds:
-    """Yield the long runs, then a round for each workload with m^√r.
+def long_rounds(plan: Plan, results: Results) -> Rounds:
+    """Yield the long runs.
 
     Args:
-        kept: The kept runs of the studies, whose grids choose the LRs.
+        plan: Their plan.
         results: The results of this study, which grow meanwhile.
     """
-    plan = long_run(kept)
     for scale in plan.scales:
-        yield (
-            f"{LONG_STEPS:,} steps, S = {scale}",
-            comparison.stage_jobs(
-                plan,
-                kept,
-                scale,
-                LONG_SEEDS,
-                plan.comparison.methods,
-                given_steps=False,
-            ),
-        )
-    for scale in SCALES:
-        for plan in studied():
-            for workload in plan.workloads:
-                yield (
-                    f"{workload}, S = {scale}",
-                    comparison.stage_jobs(
-                        replace(plan, workloads=(workload,)),
-                        kept,
-                        scale,
-                        DEAR.get((workload, scale), SEEDS),
-                        [MEMORY],
-                        given_steps=False,
-                    ),
-                )
+        yield from comparison.stage(plan, results, scale, LONG_SEEDS)
 
 
 def further_row(
@@ -393,7 +348,7 @@ def further_row(
 
 
 def further_rows() -> list[Row]:
-    """Return the rows of the seven workloads that ran, then that of the long run."""
+    """Return the rows of the seven workloads, then that of the long run."""
     results = kept_runs()
     rows = [
         further_row(plan, results, workload, scale, workload)
@@ -494,7 +449,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--report-only", action="store_true", help="run nothing")
     if not parser.parse_args(argv).report_only:
         prepare_process()
-        run_all(ROOT / KEPT_FURTHER, train, partial(further_rounds, kept_runs()))
+        plan = long_run(kept_runs())
+        train = partial(comparison.train, plan.comparison)
+        run_all(ROOT / KEPT_LONG, train, partial(long_rounds, plan))
     write()
     return 0
 

@@ -316,6 +316,7 @@ def test_equal_examples_shorten_the_schedule_by_what_the_first_run_took(
     given = {job.method: job.steps for job in rounds["S = 16, given steps"]}
     assert given == {"linear": 10, "√": 10, "unscaled": 10}
     assert {job.method for job in rounds["S = 16"]} == {
+        load("comparison").MEMORY,
         "AdaScale",
         "linear, T·B0",
         "√, T·B0",

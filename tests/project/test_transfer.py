@@ -63,12 +63,13 @@ def test_every_method_took_its_number_of_steps(
     assert own.mean_gain == pytest.approx(own.curve_tau[-1] / own.optimizer_steps)
     assert 60 / 4 < own.optimizer_steps < 60
     assert found[4, "LSW"].optimizer_steps == 60 // 4
+    assert 60 / 4 < found[4, comparison.MEMORY].optimizer_steps < 60
     given = [found[4, method].optimizer_steps for method in ("LSW+", "√", "unscaled")]
     assert given == [own.optimizer_steps] * 3
     assert found[1, "LSW"].optimizer_steps == 60
     # The methods with equal steps differ only in the LR: other scores show that it was
     # applied.
-    assert len({found[4, m].score for m in transfer.SGD.methods}) == 6
+    assert len({found[4, m].score for m in transfer.SGD.methods}) == 7
 
 
 def test_the_page_has_every_cell_and_no_path_of_this_machine(smoke: Path) -> None:
@@ -79,12 +80,20 @@ def test_the_page_has_every_cell_and_no_path_of_this_machine(smoke: Path) -> Non
         if line.startswith("| ")
     ]
     (start,) = (i for i, row in enumerate(rows) if row[:2] == ["S", "method"])
-    table = rows[start + 2 : start + 9]
+    table = rows[start + 2 : start + 10]
     assert [row[:2] for row in table] == [
         ["1", "all alike"],
         *(
             ["4", m]
-            for m in ("AdaScale", "AdaScale, m^r", "LSW", "LSW+", "√", "unscaled")
+            for m in (
+                "AdaScale",
+                "AdaScale, fixed m",
+                "AdaScale, m^r",
+                "LSW",
+                "LSW+",
+                "√",
+                "unscaled",
+            )
         ),
     ]
     assert all(len(row) == 7 and all(row) for row in table)
@@ -308,7 +317,7 @@ def test_divergence_is_a_result(transfer: Any, comparison: Any, pages: Any) -> N
     results[own] = lost
     assert comparison.stretched(plan, results, "tabular", 4, 1, (0.005, "cosine")) == []
     table = pages.workload_table(plan, results, "tabular")
-    assert "| 4 | AdaScale | **failed** (1 of 1) |" in table
+    assert "| 4 | AdaScale, fixed m | **failed** (1 of 1) |" in table
     assert "| 4 | LSW+ | not run |" in table
 
 
