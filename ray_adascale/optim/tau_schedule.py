@@ -47,6 +47,11 @@ class _Progress:
 _SCHEDULES: list[_Progress] = []
 """The progress of each schedule of this process that has a T."""
 
+_STILL = 20
+"""Steps past T after which another schedule that has not advanced meanwhile is taken for
+that of a loop that was left.
+"""
+
 
 @atexit.register
 def _warn_of_early_end() -> None:
@@ -144,6 +149,9 @@ class TauSchedule(LRScheduler):
             _SCHEDULES.append(self._progress)
         self._was_loaded = False  # since the last step
         self._warned_past_end = False
+        self._others: dict[int, float] = {}
+        """τ of the other schedules under way, as it last changed past T."""
+        self._others_stood = 0  # steps since then
         self._advance()
         ref = weakref.ref(self)
 
@@ -322,8 +330,7 @@ class TauSchedule(LRScheduler):
         progress = self._progress
         if self._warned_past_end or not 0 < progress.total <= progress.tau:
             return
-        # A loop of two networks, as of a GAN, goes on until both have ended.
-        if any(each.is_under_way for each in _SCHEDULES):
+        if self._others_advance():
             return
         self._warned_past_end = True
         warn_on_first_worker(
@@ -334,6 +341,18 @@ class TauSchedule(LRScheduler):
             "(Lightning goes on past T for min_epochs and min_steps, or if a callback "
             "clears should_stop.)"
         )
+
+    def _others_advance(self) -> bool:
+        """Return whether another schedule of the program is on its way to its T: a loop
+        of two networks, as of a GAN, goes on until both have ended.
+
+        The schedule of a loop that was interrupted, which a notebook keeps, stands.
+        """
+        others = {id(each): each.tau for each in _SCHEDULES if each.is_under_way}
+        if others != self._others:
+            self._others, self._others_stood = others, 0
+        self._others_stood += 1
+        return bool(others) and self._others_stood <= _STILL
 
     def _check_loaded_clock(self) -> None:
         tau = self._adascale.effective_steps

@@ -146,6 +146,29 @@ def test_the_lr_is_the_base_curves_at_the_floor_of_tau(name: str, calls: int) ->
     )
 
 
+def test_past_t_the_schedule_of_a_loop_that_was_left_is_no_second_network() -> None:
+    """A notebook keeps the optimizer of an interrupted loop."""
+    other, others, left = made(SCHEDULERS["cosine"])
+    model, optimizer, schedule = made(SCHEDULERS["cosine"])
+    data = batches(400, 4)
+
+    def steps(count: int, other_every: int | None = None) -> None:
+        for k in range(count):
+            take(model, optimizer, data[2 * k : 2 * k + 2])
+            if other_every is not None and k % other_every == 0:
+                take(other, others, data[2 * k : 2 * k + 2])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        steps(1, other_every=1)
+        while not schedule.finished:
+            steps(1)
+        steps(30, other_every=5)  # as a GAN's, one of the two networks goes on
+        assert not left.finished
+    with pytest.warns(UserWarning, match="begins at effective step"):
+        steps(21)
+
+
 def test_torch_and_clients_take_it_for_one_of_torchs() -> None:
     _, optimizer, schedule = made(SCHEDULERS["cosine"])
     assert isinstance(schedule, L.LRScheduler)
