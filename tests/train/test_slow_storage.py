@@ -4,19 +4,22 @@ a file system of fsspec, as ``RunConfig(storage_filesystem=)`` takes it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import ray.train
 import torch
@@ -186,7 +189,7 @@ def lines_of(log: pytest.LogCaptureFixture) -> list[str]:
     return [line for line in log.messages if "no answer for" in line]
 
 
-@contextmanager
+@contextlib.contextmanager
 def a_signal(number: signal.Signals, after_s: float) -> Iterator[None]:
     """Send this process a signal after a while."""
     timer = threading.Timer(after_s, os.kill, (os.getpid(), number))
@@ -373,7 +376,7 @@ class Runs:
         """Return what the driver has logged so far, as far as it has a text."""
         return [line for line in self.caplog.messages if text in line]
 
-    @contextmanager
+    @contextlib.contextmanager
     def meanwhile(self, act: Callable[[], None]) -> Iterator[None]:
         """Call a function in a thread while the run goes on."""
         failed: list[BaseException] = []
@@ -399,8 +402,25 @@ class Runs:
 def until(condition: Callable[[], object], seconds: float = 200.0) -> None:
     ends = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < ends
+        assert time.monotonic() < ends, stacks_of_workers()
         time.sleep(0.05)
+
+
+def stacks_of_workers() -> str:
+    """What each worker of Ray's does, as ``ray stack`` finds it. Once a restarted one
+    stood still for 200 s in its start, and nobody knew where.
+    """
+    dumps = []
+    for process in psutil.process_iter(["name"]):
+        if process.info["name"].startswith("ray::"):
+            spy = Path(sys.executable).with_name("py-spy")  # Ray's dashboard has it
+            command = [str(spy), "dump", "--pid", f"{process.pid}"]
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                found = subprocess.run(
+                    command, capture_output=True, text=True, timeout=30
+                )
+                dumps.append(f"{process.info['name']}\n{found.stdout}{found.stderr}")
+    return "\n".join(dumps)
 
 
 @pytest.mark.ray
