@@ -350,7 +350,8 @@ class TauSchedule(LRScheduler):
         """
         others = {id(each): each.tau for each in _SCHEDULES if each.is_under_way}
         if others != self._others:
-            self._others, self._others_stood = others, 0
+            self._others = others
+            self._others_stood = 0
         self._others_stood += 1
         return bool(others) and self._others_stood <= _STILL
 
